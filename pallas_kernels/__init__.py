@@ -1,0 +1,1 @@
+"""Pallas kernels for sparse feed-forward layers; knows jax only."""

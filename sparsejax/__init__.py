@@ -1,0 +1,1 @@
+"""Sparser and shallower transformers in JAX."""

@@ -1,0 +1,1 @@
+"""Training: data, state, step, checkpoints and the loop."""
