@@ -1,0 +1,123 @@
+"""Public entry of the feed-forward op: contract, validation, choice of engine, gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels import dispatch
+from pallas_kernels.gated_ffn import reference
+from pallas_kernels.gated_ffn.output import ACTIVATIONS, FFNOutput
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static part of one call (hashable: it is a non-differentiated argument)."""
+
+    engine: str
+    activation: str
+    count_neurons: bool
+    config: Any
+
+
+def gated_ffn(
+    x: Array,
+    gate: Array | None,
+    up: Array,
+    down: Array,
+    *,
+    gate_bias: Array | None = None,
+    activation: str = "relu",
+    implementation: str | None = None,
+    config: Any = None,
+    count_neurons: bool = False,
+) -> FFNOutput:
+    """y = h down with h = act(x gate^T + gate_bias) * (x up^T), for x (..., D) and weights (F, D).
+
+    With `gate=None` the layer is not gated: h = act(x up^T + gate_bias). Weights are neuron-major:
+    row n of `gate`, `up` and `down` is neuron n. A neuron is active on a token when its
+    pre-activation is not <= 0 (so a NaN is active and reaches y).
+
+    The result does not depend on sparsity: every engine is exact for any number of active neurons.
+    Gradients reach x, gate, up, down and gate_bias from both y and l1 (reverse mode; d|h|/dh is
+    sign(h), and 0 at 0). Matmul precision of float32 inputs follows `jax.default_matmul_precision`.
+
+    Args:
+      x: (..., D), any number of leading dimensions, floating point.
+      gate: (F, D) like x, or None for the non-gated form.
+      up: (F, D), dtype of x.
+      down: (F, D), dtype of x.
+      gate_bias: optional (F,), dtype of x, added to the pre-activation.
+      activation: "relu" (sparse) or "silu" / "gelu" (dense engine only).
+      implementation: "xla" or None (choose by static predicates).
+      config: launch configuration of the chosen engine; None takes its tuned default.
+      count_neurons: also return `neuron_nnz`, the number of tokens on which each neuron fires.
+
+    Returns:
+      FFNOutput(y (..., D) like x, l1 (...) float32 = sum_n |h_n|, nnz (...) int32).
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, or an unknown activation or implementation.
+      UnsupportedError: the requested implementation cannot run this call.
+
+    Source: gated ReLU feed-forward with L1, arXiv 2603.23198; GLU variants, arXiv 2002.05202.
+    """
+    _validate(x, gate, up, down, gate_bias, activation)
+    engine = dispatch.select("gated_ffn", implementation, {"xla": None})
+    call = _Call(engine, activation, count_neurons, config)
+    return _gated_ffn(call, x, gate, up, down, gate_bias)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated_ffn(call: _Call, x, gate, up, down, gate_bias) -> FFNOutput:
+    return _forward(call, x, gate, up, down, gate_bias)[0]
+
+
+def _forward(call: _Call, x, gate, up, down, gate_bias):
+    return reference.forward(
+        x, gate, up, down, gate_bias, activation=call.activation, count_neurons=call.count_neurons
+    )
+
+
+def _backward(call: _Call, residuals, cotangent: FFNOutput):
+    # nnz and neuron_nnz are integers: their cotangents are float0 and carry nothing.
+    return reference.backward(residuals, cotangent.y, cotangent.l1, activation=call.activation)
+
+
+_gated_ffn.defvjp(_forward, _backward)
+
+
+def _validate(x, gate, up, down, gate_bias, activation) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"gated_ffn: activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}"
+        )
+    if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"gated_ffn: x must be a floating-point array (..., D), got {x.dtype}{list(x.shape)}"
+        )
+    if up.ndim != 2 or up.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"gated_ffn: up must be (F, D) with D = {x.shape[-1]} as in x, got {list(up.shape)}"
+            + ("; weights are neuron-major, pass up.T" if up.shape[:1] == x.shape[-1:] else "")
+        )
+    expected = {"gate": (gate, up.shape), "down": (down, up.shape), "up": (up, up.shape)}
+    expected["gate_bias"] = (gate_bias, up.shape[:1])
+    for name, (array, shape) in expected.items():
+        if array is None:
+            continue
+        if array.shape != shape:
+            raise ValueError(
+                f"gated_ffn: {name} must have shape {list(shape)} to go with up "
+                f"{list(up.shape)}, got {list(array.shape)}"
+            )
+        if array.dtype != x.dtype:
+            raise ValueError(
+                f"gated_ffn: {name} must have x's dtype {x.dtype}, got {array.dtype}; "
+                f"cast it with {name}.astype(x.dtype)"
+            )
