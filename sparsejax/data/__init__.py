@@ -1,0 +1,27 @@
+"""Text to batches: tokenizers, corpora, and the input pipeline."""
+
+from sparsejax.data.pipeline import Batch, Loader, document_arrays, make_loader
+from sparsejax.data.sources import (
+    DataNotFoundError,
+    TokenSource,
+    array_source,
+    check_vocab,
+    open_source,
+)
+from sparsejax.data.tokenizer import ByteTokenizer, HFTokenizer, StreamDecoder, Tokenizer
+
+__all__ = [
+    "Batch",
+    "ByteTokenizer",
+    "DataNotFoundError",
+    "HFTokenizer",
+    "Loader",
+    "StreamDecoder",
+    "TokenSource",
+    "Tokenizer",
+    "array_source",
+    "check_vocab",
+    "document_arrays",
+    "make_loader",
+    "open_source",
+]

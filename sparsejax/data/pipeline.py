@@ -1,0 +1,368 @@
+"""Batches for training: windows over a token array, shuffled, split over processes, resumable.
+
+    windows of seq_len + 1 tokens, stride seq_len          (N windows per epoch)
+    -> shuffle (another order each epoch) -> repeat        one global order of rows
+    -> this process's block of each global batch
+    -> worker processes (optional) -> batch
+
+The global order depends on the corpus, `seq_len` and `seed` alone. Step s is its rows
+[s B, (s + 1) B), and process p of P takes the p-th of P equal blocks of them: the blocks joined in
+process order are the batch of a single process. Batches run across epoch borders, so that no
+window is dropped there. Batching comes after the worker processes: before them each worker would
+drop its own incomplete batch.
+"""
+
+import json
+import mmap
+import types
+from collections.abc import Iterator
+from typing import Any, Self
+
+import grain
+import numpy as np
+from absl import flags
+
+from sparsejax.data.sources import TokenSource, check_ids
+
+Batch = dict[str, np.ndarray]
+_STATE_VERSION = 1
+
+
+class _Windows:
+    """Row i is tokens[i * seq_len : i * seq_len + seq_len + 1], checked against the vocabulary."""
+
+    def __init__(self, source: TokenSource, seq_len: int):
+        self._tokens = source.tokens
+        self._seq_len = seq_len
+        self._vocab_size = source.vocab_size
+        self._label = source.label
+        self._length = max(0, (len(source.tokens) - 1) // seq_len)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = int(index) * self._seq_len
+        window = np.asarray(self._tokens[start : start + self._seq_len + 1])
+        check_ids(window, self._vocab_size, self._label, offset=start)
+        return window.astype(np.int32)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled memmap carries its whole file; workers map the file themselves instead.
+        state = dict(self.__dict__)
+        tokens = self._tokens
+        if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap.mmap):
+            state["_tokens"] = None
+            state["_mapped"] = (tokens.filename, tokens.dtype, tokens.shape, tokens.offset)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        mapped = state.pop("_mapped", None)
+        self.__dict__.update(state)
+        if mapped is not None:
+            file, dtype, shape, offset = mapped
+            self._tokens = np.memmap(file, dtype=dtype, mode="r", shape=shape, offset=offset)
+
+
+class _ProcessBlock:
+    """Rows of one process: block `index` of `count` equal blocks of every global batch.
+
+    Rows past the end of a finite order, which complete its last batch, have no tokens.
+    """
+
+    def __init__(self, rows, batch_size: int, index: int, count: int, drop_remainder: bool):
+        self._rows = rows
+        self._batch_size = batch_size
+        self._local = batch_size // count
+        self._offset = index * self._local
+        self.num_batches = len(rows) // batch_size
+        if not drop_remainder and len(rows) % batch_size:
+            self.num_batches += 1
+
+    def __len__(self) -> int:
+        return self.num_batches * self._local
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        step, row = divmod(int(index), self._local)
+        position = step * self._batch_size + self._offset + row
+        return self._rows[position] if position < len(self._rows) else np.empty(0, np.int32)
+
+
+class _MakeRow:
+    """Window of T + 1 ids to the arrays of one row of a batch."""
+
+    def __init__(self, seq_len: int, eot_id: int, mask_documents: bool, with_padding: bool):
+        self._seq_len = seq_len
+        self._eot_id = eot_id
+        self._mask_documents = mask_documents
+        self._with_padding = with_padding
+
+    def __call__(self, window: np.ndarray) -> Batch:
+        padding = len(window) == 0
+        if padding:
+            window = np.full(self._seq_len + 1, self._eot_id, dtype=np.int32)
+        tokens, targets = window[:-1], window[1:]
+        row = {"tokens": tokens, "targets": targets}
+        if self._mask_documents:
+            row |= document_arrays(tokens, self._eot_id)
+        elif self._with_padding:
+            row["loss_mask"] = np.ones(self._seq_len, dtype=bool)
+        if padding:
+            row["loss_mask"] = np.zeros(self._seq_len, dtype=bool)
+            if self._mask_documents:
+                row["segment_ids"] = np.zeros(self._seq_len, dtype=np.int32)
+        return row
+
+
+def document_arrays(tokens: np.ndarray, eot_id: int) -> Batch:
+    """Which document each of (T,) tokens is in, its place there, and whether its target is too.
+
+    The end mark belongs to the document that it ends. A document cut by the window counts from the
+    window's first token.
+
+    Args:
+        tokens: (T,) ids.
+        eot_id: the token that ends a document.
+
+    Returns:
+        `segment_ids` (T,) int32, 1 for the first document in the window, 2 for the next;
+        `positions` (T,) int32 from 0 in each document; `loss_mask` (T,) bool, False where the
+        target is the first token of the next document.
+    """
+    index = np.arange(len(tokens), dtype=np.int32)
+    starts = np.zeros(len(tokens), dtype=bool)
+    starts[1:] = tokens[:-1] == eot_id
+    return {
+        "segment_ids": np.cumsum(starts, dtype=np.int32) + np.int32(1),
+        "positions": index - np.maximum.accumulate(np.where(starts, index, np.int32(0))),
+        "loss_mask": tokens != eot_id,
+    }
+
+
+class Loader:
+    """Iterator over one process's batches; made by `make_loader`.
+
+    Attributes:
+        num_windows: rows of one epoch, over all processes.
+        num_batches: global batches until it ends; None when it repeats forever.
+        step: global batches given so far, those before a restore included.
+    """
+
+    def __init__(
+        self,
+        iterator: grain.DatasetIterator,
+        *,
+        identity: dict[str, Any],
+        num_batches: int | None,
+    ):
+        self._iterator = iterator
+        self._identity = identity
+        self._local = identity["batch_size"] // identity["process_count"]
+        self._closed = False
+        self.num_windows: int = identity["num_windows"]
+        self.num_batches = num_batches
+        self.step = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._closed:
+            raise ValueError("this Loader is closed; make another with make_loader")
+        batch = next(self._iterator)
+        self.step += 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Where the loader stands and what it reads, as plain JSON; equal on all processes."""
+        state = {
+            "version": _STATE_VERSION,
+            "step": self.step,
+            "grain": self._iterator.get_state(),
+            "identity": self._identity,
+        }
+        return json.loads(json.dumps(state))
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues after the batch at which `state` was taken.
+
+        Without worker processes the position is counted in global batches, so another
+        `process_count` is accepted.
+
+        Args:
+            state: from `state()`, maybe of another process or run.
+
+        Raises:
+            ValueError: the state is of another corpus or loader (the message gives both values of
+                whatever differs), is incomplete, or lies beyond the end.
+        """
+        missing = {"version", "step", "grain", "identity"} - set(state)
+        if missing:
+            raise ValueError(f"data state lacks {', '.join(sorted(missing))}; it is damaged")
+        if state["version"] != _STATE_VERSION:
+            raise ValueError(
+                f"data state has version {state['version']}, this code reads {_STATE_VERSION}"
+            )
+        saved, step = state["identity"], state["step"]
+        differing = [
+            f"{key}: saved {saved.get(key)!r}, now {value!r}"
+            for key, value in self._identity.items()
+            if saved.get(key) != value
+        ]
+        other_processes = saved.get("process_count") != self._identity["process_count"]
+        if other_processes and saved.get("worker_count") == self._identity["worker_count"] == 0:
+            differing = [text for text in differing if not text.startswith("process_count:")]
+        if differing:
+            raise ValueError(
+                "the data state was saved by another loader, resuming would repeat or skip "
+                "tokens; make the loader as it was. " + "; ".join(differing)
+            )
+        if self.num_batches is not None and not 0 <= step <= self.num_batches:
+            raise ValueError(
+                f"the data state stands at step {step}, this loader ends after {self.num_batches}"
+            )
+        position = state["grain"]
+        if self._identity["worker_count"] == 0:
+            position = {"next_index": step * self._local}
+        self._iterator.set_state(position)
+        self.step = step
+
+    def close(self) -> None:
+        """Ends the worker processes. The loader gives no more batches."""
+        if not self._closed:
+            self._closed = True
+            self._iterator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _check_arguments(batch_size, seq_len, seed, process_index, process_count, worker_count) -> None:
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("seq_len", seq_len, 1),
+        ("seed", seed, 0),
+        ("process_count", process_count, 1),
+        ("worker_count", worker_count, 0),
+    ):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if seed >= 1 << 32:
+        raise ValueError(f"seed must be below 2**32, got {seed}")
+    if not 0 <= process_index < process_count:
+        raise ValueError(
+            f"process_index must be in 0..{process_count - 1} (process_count is {process_count}), "
+            f"got {process_index}"
+        )
+    if batch_size % process_count:
+        raise ValueError(
+            f"batch_size {batch_size} (over all processes) does not divide by process_count "
+            f"{process_count}; use a multiple of {process_count}"
+        )
+
+
+def make_loader(
+    source: TokenSource,
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    worker_count: int = 0,
+    mask_documents: bool = False,
+    shuffle: bool = True,
+    num_epochs: int | None = None,
+    drop_remainder: bool = True,
+) -> Loader:
+    """Batches of contiguous windows over a corpus, b = batch_size / process_count rows each.
+
+    Each batch holds `tokens` (b, T) and `targets` (b, T), int32, targets being the next tokens;
+    with `mask_documents` also `segment_ids` (b, T), `positions` (b, T) and `loss_mask` (b, T), see
+    `document_arrays`. The last (len(tokens) - 1) % T targets of a corpus are never seen.
+
+    Args:
+        source: the corpus.
+        batch_size: rows of one step over all processes.
+        seq_len: T, tokens per row.
+        seed: order of the windows, in [0, 2**32).
+        process_index: which process this is.
+        process_count: how many processes share the batch.
+        worker_count: worker processes that read ahead; 0 reads in this process. Batches are the
+            same for every count. A script that uses workers needs `if __name__ == "__main__":`.
+        mask_documents: add the arrays that keep documents in one row apart.
+        shuffle: another random order of windows each epoch; False reads in corpus order.
+        num_epochs: stop after so many passes; None repeats forever.
+        drop_remainder: with `num_epochs`, leave out the windows after the last full batch. False
+            completes the last batch with rows whose `loss_mask` is False (every batch then has a
+            `loss_mask`, padding has segment id 0), so that an evaluation sees each window once.
+
+    Raises:
+        ValueError: a corpus shorter than one window, no full batch in it, a batch that does not
+            divide among the processes, or a number out of range.
+    """
+    _check_arguments(batch_size, seq_len, seed, process_index, process_count, worker_count)
+    windows = _Windows(source, seq_len)
+    if len(windows) == 0:
+        raise ValueError(
+            f"corpus {source.label} has {len(source.tokens)} tokens, too few for one window of "
+            f"seq_len + 1 = {seq_len + 1}; use a longer text or seq_len of at most "
+            f"{max(0, len(source.tokens) - 1)}"
+        )
+    if len(windows) > 1 << 32:
+        raise ValueError(
+            f"corpus {source.label} has {len(windows)} windows of seq_len {seq_len}; the shuffle "
+            f"handles 2**32. Use a larger seq_len"
+        )
+    if num_epochs is None and not drop_remainder:
+        raise ValueError("drop_remainder=False needs num_epochs: endless data has no last batch")
+    order = grain.MapDataset.source(windows)
+    if shuffle:
+        order = order.seed(seed).shuffle()
+    block = _ProcessBlock(
+        order.repeat(num_epochs), batch_size, process_index, process_count, drop_remainder
+    )
+    if len(block) == 0:
+        raise ValueError(
+            f"corpus {source.label} has {len(windows)} windows of seq_len {seq_len}, {num_epochs} "
+            f"epoch(s) of them are less than one batch of {batch_size}; lower batch_size, or give "
+            f"drop_remainder=False"
+        )
+    make_row = _MakeRow(seq_len, source.eot_id, mask_documents, not drop_remainder)
+    # The data is in memory or mapped: threads would only wait for each other.
+    reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    dataset = grain.MapDataset.source(block).map(make_row).to_iter_dataset(reading)
+    if worker_count:
+        if not flags.FLAGS.is_parsed():  # grain's workers read absl flags, which we do not use
+            flags.FLAGS.mark_as_parsed()
+        local = batch_size // process_count
+        dataset = dataset.mp_prefetch(
+            grain.MultiprocessingOptions(
+                num_workers=worker_count, per_worker_buffer_size=max(2, 2 * local // worker_count)
+            )
+        )
+    dataset = dataset.batch(batch_size // process_count, drop_remainder=True)
+    identity = {
+        "fingerprint": source.fingerprint,
+        "num_windows": len(windows),
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "seed": seed,
+        "shuffle": shuffle,
+        "worker_count": worker_count,
+        "process_count": process_count,
+        "mask_documents": mask_documents,
+    }
+    return Loader(
+        iter(dataset),
+        identity=identity,
+        num_batches=None if num_epochs is None else block.num_batches,
+    )
