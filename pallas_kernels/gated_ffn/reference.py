@@ -85,7 +85,7 @@ def backward(residuals: Residuals, dy: Array, dl1: Array, *, activation: str):
     dh = dh + dl1[..., None] * jnp.sign(h)
     tokens = tuple(range(x.ndim - 1))
     ddown = jnp.einsum("...f,...d->fd", h.astype(dtype), dy)
-    if u is None:
+    if gate is None or u is None:
         dpre = (dh * slope).astype(dtype)
         dx = jnp.einsum("...f,fd->...d", dpre, up)
         dgate, dup = None, jnp.einsum("...f,...d->fd", dpre, x)
@@ -96,5 +96,7 @@ def backward(residuals: Residuals, dy: Array, dl1: Array, *, activation: str):
         dx = jnp.einsum("...cf,cfd->...d", both, jnp.stack([gate, up]))
         dboth = jnp.einsum("...cf,...d->cfd", both, x)
         dgate, dup = dboth[0], dboth[1]
-    dbias = None if gate_bias is None else jnp.sum(dpre, axis=tokens, dtype=jnp.float32)
-    return dx, dgate, dup, ddown, None if dbias is None else dbias.astype(gate_bias.dtype)
+    dbias = None
+    if gate_bias is not None:
+        dbias = jnp.sum(dpre, axis=tokens, dtype=jnp.float32).astype(gate_bias.dtype)
+    return dx, dgate, dup, ddown, dbias

@@ -1,0 +1,198 @@
+"""Meshes and rules: how parameters, optimiser state and batches are spread over devices.
+
+Axes: `data` replicates parameters, `fsdp` also splits each parameter (gathered where it is used),
+`tensor` splits heads, neurons and the vocabulary. Rules map parameter paths to axes; they are
+applied to the finished tree, after any surgery, so no parameter carries a sharding in its type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sparsejax.params import path_string
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+Rules = Sequence[tuple[str, P]]
+
+# Matched with `re.search` against a path's end, first match wins. Optimiser moments end in the
+# path of their parameter, so the same rules place them.
+RULES: Rules = (
+    (r"embed/embedding$", P("tensor", "fsdp")),
+    (r"attn/(q|k|v)$", P("fsdp", "tensor", None)),
+    (r"attn/o$", P("tensor", None, "fsdp")),
+    (r"attn/(q|k|v)_bias$", P("tensor", None)),
+    (r"attn/(q|k)_norm$", P(None)),
+    (r"ffn/(gate|up|down)$", P("tensor", "fsdp")),
+    (r"ffn/gate_bias$", P("tensor")),
+    (r"(attn_norm|ffn_norm|final_norm)/scale$", P(None)),
+    (r"lm_head/kernel$", P("fsdp", "tensor")),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; -1 for `data` takes the devices the other axes leave.
+
+    Attributes:
+      data: copies of the model, each with its share of the batch.
+      fsdp: ways parameters and optimiser state are split, with the batch split along.
+      tensor: ways heads, neurons and the vocabulary are split.
+    """
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def sizes(self, num_devices: int) -> tuple[int, int, int]:
+        """Axis sizes for `num_devices` devices.
+
+        Raises:
+          ValueError: the sizes do not multiply to the device count.
+        """
+        if min(self.fsdp, self.tensor) < 1 or self.data < -1 or self.data == 0:
+            raise ValueError(f"mesh sizes must be positive (or data=-1), got {self}")
+        fixed = self.fsdp * self.tensor
+        data = num_devices // fixed if self.data == -1 else self.data
+        if data * fixed != num_devices:
+            raise ValueError(
+                f"mesh data={self.data} x fsdp={self.fsdp} x tensor={self.tensor} must multiply "
+                f"to the number of devices, {num_devices}; change --mesh.data, --mesh.fsdp or "
+                "--mesh.tensor"
+            )
+        return data, self.fsdp, self.tensor
+
+
+def make_mesh(config: MeshConfig = MeshConfig(), devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh (data, fsdp, tensor) over `devices` (default: all of all processes)."""
+    devices = jax.devices() if devices is None else devices
+    sizes = config.sizes(len(devices))
+    # The axis type is said openly: jax's default for it has changed between releases.
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def partition_specs(tree: Any, rules: Rules | None = None) -> Any:
+    """The `PartitionSpec` of every leaf, by the first rule whose pattern its path matches.
+
+    Args:
+      tree: parameters, or any state whose leaf paths end in parameter paths.
+      rules: (pattern, spec) pairs; None takes `RULES`. Scalars need no rule (replicated).
+
+    Returns:
+      A tree like `tree` of `PartitionSpec`s.
+
+    Raises:
+      ValueError: a leaf matches no rule, a spec has more entries than the leaf has dimensions, or
+        one of the caller's own rules matches no leaf.
+    """
+    strict, rules = rules is not None, RULES if rules is None else rules
+    used = set()
+
+    def spec(path: tuple[Any, ...], leaf: Any) -> P:
+        if not leaf.shape:
+            return P()
+        name = path_string(path)
+        for pattern, found in rules:
+            if re.search(pattern, name):
+                if len(found) > len(leaf.shape):
+                    raise ValueError(
+                        f"sharding rule {pattern!r} gives {found} for {name}, which has shape "
+                        f"{list(leaf.shape)}"
+                    )
+                used.add(pattern)
+                return found
+        raise ValueError(
+            f"no sharding rule matches {name} (shape {list(leaf.shape)}); add one to the rules"
+        )
+
+    specs = jax.tree_util.tree_map_with_path(spec, tree)
+    unused = [pattern for pattern, _ in rules if pattern not in used]
+    if strict and unused:
+        raise ValueError(f"sharding rules {unused} match no leaf; remove or correct them")
+    return specs
+
+
+def tree_shardings(mesh: Mesh, tree: Any, rules: Rules | None = None) -> Any:
+    """The `NamedSharding` of every leaf on `mesh`, checked to divide evenly.
+
+    Raises:
+      ValueError: as `partition_specs`, or an axis does not divide a dimension (lists all of them).
+    """
+    specs = partition_specs(tree, rules)
+    problems: list[str] = []
+
+    def place(path: tuple[Any, ...], leaf: Any, spec: P) -> NamedSharding:
+        for dim, (size, axes) in enumerate(zip(leaf.shape, spec, strict=False)):
+            ways = _ways(mesh, axes)
+            if size % ways:
+                problems.append(
+                    f"{path_string(path)}: dimension {dim} of size {size} does not divide over "
+                    f"{axes!r} = {ways} devices"
+                )
+        return NamedSharding(mesh, spec)
+
+    shardings = jax.tree_util.tree_map_with_path(place, tree, specs)
+    if problems:
+        raise ValueError("the mesh does not fit the model:\n  " + "\n  ".join(problems))
+    return shardings
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of batches (B, T): rows over data and fsdp."""
+    return NamedSharding(mesh, P(BATCH_AXES))
+
+
+def check_batch(mesh: Mesh, batch_size: int) -> None:
+    """Raises ValueError unless `batch_size` rows divide over the data and fsdp axes."""
+    ways = _ways(mesh, BATCH_AXES)
+    if batch_size % ways:
+        raise ValueError(
+            f"batch size {batch_size} must be a multiple of data x fsdp = {ways} devices; "
+            "change --batch-size or the mesh"
+        )
+
+
+def constrain(x: jax.Array, *axes: Any) -> jax.Array:
+    """Constrains x's sharding inside `jax.set_mesh(...)`; does nothing without a mesh.
+
+    Axes that the mesh lacks, that are already manual (inside `shard_map`), or that do not divide
+    their dimension are left out: this is a hint to the compiler, never a change of values.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def keep(size: int, entry: Any) -> Any:
+        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        names = tuple(n for n in names if types.get(n) == AxisType.Auto)
+        return names if names and size % math.prod(mesh.shape[n] for n in names) == 0 else None
+
+    spec = P(*(keep(s, a) for s, a in zip(x.shape, axes, strict=True)))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def gather_fsdp(x: jax.Array, path: str) -> jax.Array:
+    """Constrains a parameter to its rule without `fsdp`: one all-gather, in x's dtype, at its use.
+
+    Without this the compiler may split a contraction over fsdp, which is also the batch's axis.
+    """
+    for pattern, spec in RULES:
+        if re.search(pattern, path):
+            axes = [None if a == "fsdp" else a for a in spec]
+            return constrain(x, *axes, *[None] * (x.ndim - len(axes)))
+    return x
+
+
+def _ways(mesh: Mesh, axes: Any) -> int:
+    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    return math.prod(mesh.shape[n] for n in names)
