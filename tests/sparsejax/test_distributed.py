@@ -317,7 +317,8 @@ import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
 values = multihost_utils.process_allgather(jnp.float32(10 * (rank + 1)))
-print("met:", jax.process_index(), jax.local_device_count(), jax.device_count(), float(values.sum()))
+total = float(values.sum())
+print("met:", jax.process_index(), jax.local_device_count(), jax.device_count(), total)
 """
 
 
