@@ -26,8 +26,8 @@ def main(repository: Path) -> None:
         sys.exit(f"in the wheel but of neither package: {strays}")
     count = 0
     for package in map(importlib.import_module, PACKAGES):
-        if repository in Path(str(package.__file__)).resolve().parents:
-            sys.exit(f"{package.__name__} was imported from the repository, not from the wheel")
+        if not Path(str(package.__file__)).is_relative_to(sys.prefix):
+            sys.exit(f"{package.__name__} was imported from {package.__file__}, not from the wheel")
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             importlib.import_module(module.name)
             count += 1
