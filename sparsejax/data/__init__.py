@@ -1,6 +1,6 @@
 """Text to batches: tokenizers, corpora, and the input pipeline."""
 
-from sparsejax.data.pipeline import Batch, Loader, document_arrays, make_loader
+from sparsejax.data.pipeline import Loader, make_loader
 from sparsejax.data.sources import (
     DataNotFoundError,
     TokenSource,
@@ -9,6 +9,7 @@ from sparsejax.data.sources import (
     open_source,
 )
 from sparsejax.data.tokenizer import ByteTokenizer, HFTokenizer, StreamDecoder, Tokenizer
+from sparsejax.data.windows import Batch, document_arrays
 
 __all__ = [
     "Batch",

@@ -97,7 +97,7 @@ def _check_file(tokens: np.ndarray, vocab_size: int, file: Path) -> str:
 def _bytes_per_token(entry: dict[str, Any]) -> float:
     if entry.get("text_bytes") and entry.get("tokens"):
         return entry["text_bytes"] / entry["tokens"]
-    return float(entry.get("bytes_per_token_incl_eot", math.nan))
+    return math.nan
 
 
 def open_folder(path: Path, split: str = "train") -> TokenSource:

@@ -52,7 +52,7 @@ class TokenSource:
 
 
 def make_fingerprint(name: str, length: int, sha256: str) -> str:
-    """Identity of a token array, readable in a message: `stdlib, 11508689 tokens, sha256 876...`."""
+    """Identity of a token array, readable in a message: `stdlib, 1150 tokens, sha256 8767...`."""
     return f"{name}, {length} tokens, sha256 {sha256[:32]}"
 
 

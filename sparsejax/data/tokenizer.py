@@ -43,6 +43,10 @@ class ByteTokenizer:
         """UTF-8 bytes of `text`."""
         return list(text.encode("utf-8"))
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of every text."""
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the bytes in `ids`, without the end-of-document marks.
 
