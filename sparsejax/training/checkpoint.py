@@ -25,13 +25,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 
 from sparsejax.training import checkpoint_meta, digest
 from sparsejax.training.checkpoint_meta import LeafMeta, Meta
+from sparsejax.training.checkpoint_read import DamagedError, read_arrays
 from sparsejax.training.processes import from_all_processes, from_process_0
 
 T = TypeVar("T")
@@ -320,51 +318,18 @@ class Checkpointer:
         return self._first_sound(step, load)
 
     def _load_verified(self, meta: Meta, wanted: dict[str, Any]) -> dict[str, jax.Array]:
-        flat: dict[str, jax.Array] = {}
+        arrays: dict[str, jax.Array] = {}
         failure = ""
         try:
-            flat = self._load(meta.step, wanted)
-        except (MemoryError, jax.errors.JaxRuntimeError):
-            raise  # the machine's trouble, not the checkpoint's
-        except Exception as error:  # orbax and its store raise many types for damaged files
-            failure = f"{type(error).__name__}: {error}"
-        if failures := [f for f in from_all_processes(failure) if f]:
-            raise _DamagedError(failures[0])
-        if bad := digest.differing(
-            digest.tree_digests(flat), {path: leaf.digest for path, leaf in meta.leaves.items()}
-        ):
-            raise _DamagedError(f"the bits of {_some(bad)} are not those that were saved")
-        return flat
-
-    def _load(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
-        stored = {path: leaf for path, leaf in wanted.items() if np.prod(leaf.shape, dtype=object)}
-        loaded: dict[str, Any] = {}
-        if stored:
-            # The bare handler: orbax's checkpointers end a restore in a barrier.
-            loaded = ocp.PyTreeCheckpointHandler().restore(
-                epath.Path(self._step_path(step) / _STATE),
-                args=ocp.args.PyTreeRestore(
-                    item=dict.fromkeys(stored, 0),
-                    restore_args={
-                        path: ocp.ArrayRestoreArgs(sharding=leaf.sharding)
-                        for path, leaf in stored.items()
-                    },
-                    partial_restore=True,
-                ),
-            )
-        flat = {}
-        for path, leaf in wanted.items():
-            if path not in stored:
-                flat[path] = jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-                continue
-            array = loaded[path]
-            if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (
-                leaf.shape,
-                leaf.dtype,
-            ):
-                raise ValueError(f"{path} came back as {array!r}")
-            flat[path] = array
-        return flat
+            arrays = read_arrays(self._step_path(meta.step) / _STATE, wanted)
+        except DamagedError as error:
+            failure = str(error)
+        if failures := [text for text in from_all_processes(failure) if text]:
+            raise DamagedError(failures[0])
+        saved = {path: leaf.digest for path, leaf in meta.leaves.items()}
+        if bad := digest.differing(digest.tree_digests(arrays), saved):
+            raise DamagedError(f"the bits of {_some(bad)} are not those that were saved")
+        return arrays
 
     def _first_sound(self, step: int | None, use: Callable[[Meta], T]) -> T:
         """`use(meta)` of the newest checkpoint (or of `step`) that turns out whole."""
@@ -374,9 +339,9 @@ class Checkpointer:
             reason, text = from_process_0(lambda c=candidate: self._read_text(c))
             try:
                 if reason:
-                    raise _DamagedError(reason)
+                    raise DamagedError(reason)
                 result = use(checkpoint_meta.decode(text, step=candidate))
-            except _DamagedError as error:
+            except DamagedError as error:
                 failures[candidate] = str(error)
                 self._damaged.add(candidate)
                 continue
@@ -403,10 +368,6 @@ class Checkpointer:
         warnings.warn(
             f"checkpoints in {self.directory}: {message}", CheckpointWarning, stacklevel=3
         )
-
-
-class _DamagedError(Exception):
-    """A checkpoint cannot be used, through no fault of the caller."""
 
 
 class _Rotation(ocp.checkpoint_managers.PreservationPolicy):
