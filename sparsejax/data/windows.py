@@ -1,21 +1,14 @@
 """Rows of a batch: windows over a token array, and which of them belong to which process."""
 
 import mmap
-from typing import Any, Protocol
+from typing import Any
 
+import grain
 import numpy as np
 
 from sparsejax.data.sources import TokenSource, check_ids
 
 Batch = dict[str, np.ndarray]
-
-
-class Rows(Protocol):
-    """Windows by index: what grain's datasets are too."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> np.ndarray: ...
 
 
 class Windows:
@@ -70,7 +63,14 @@ class ProcessBlock:
         drop_remainder: leave out an incomplete last batch; else rows without tokens complete it.
     """
 
-    def __init__(self, rows: Rows, batch_size: int, index: int, count: int, drop_remainder: bool):
+    def __init__(
+        self,
+        rows: grain.MapDataset[np.ndarray],
+        batch_size: int,
+        index: int,
+        count: int,
+        drop_remainder: bool,
+    ):
         self._rows = rows
         self._batch_size = batch_size
         self._local = batch_size // count
@@ -105,6 +105,7 @@ class RowMaker:
         self._with_padding = with_padding
 
     def __call__(self, window: np.ndarray) -> Batch:
+        """Arrays of (T,) from (T + 1,) ids, or from none for a row of padding."""
         padding = len(window) == 0
         if padding:
             window = np.full(self._seq_len + 1, self._eot_id, dtype=np.int32)
