@@ -76,3 +76,57 @@ def test_jaxlib_knows_every_flag(tmp_path):
     unknown = run(every + " --xla_gpu_no_such_flag=true")
     assert unknown.returncode != 0
     assert "xla_gpu_no_such_flag" in unknown.stderr
+
+
+# Where bits could differ between starts: float32 matrix products (autotuned), a long sum, and a
+# scatter of many rows onto few (the gradient of an embedding).
+PROGRAM = """
+import hashlib, sys
+import jax, jax.numpy as jnp
+
+size = int(sys.argv[1])
+keys = jax.random.split(jax.random.key(0), 4)
+x, w = (jax.random.normal(key, (size, size)) for key in keys[:2])
+table = jax.random.normal(keys[2], (64, size))
+tokens = jax.random.randint(keys[3], (16 * size,), 0, 64)
+
+def loss(x, w, table):
+    h = jax.nn.relu(x @ w)
+    return jnp.sum(jnp.tanh(h @ w.T)) + jnp.sum(jnp.sin(table[tokens]))
+
+value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, w, table)
+digest = hashlib.sha256(b"".join(jax.device_get(leaf).tobytes() for leaf in (value, *gradients)))
+print("digest", jax.default_backend(), digest.hexdigest())
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "starts"), [(64, 2), pytest.param(2048, 4, marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("keep_results", [False, True])
+def test_separate_starts_give_the_same_bits(tmp_path, size, starts, keep_results):
+    results = tmp_path / "autotune.pb" if keep_results else None
+    backend = "cpu" if size == 64 else "gpu"
+    lines = set()
+    for _ in range(starts):
+        environment = os.environ | {
+            "XLA_FLAGS": gpu_determinism_flags("", autotune_results=results),
+            # The process that runs the tests holds most of the memory of a GPU.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+        if backend == "cpu":
+            environment["JAX_PLATFORMS"] = "cpu"
+        run = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(size)],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stderr
+        lines.add(run.stdout.strip())
+        if keep_results and backend == "gpu":
+            # Without the file, the later starts would autotune again and could still agree by luck.
+            assert results.is_file()
+            assert results.stat().st_size > 0
+    assert len(lines) == 1
+    assert lines.pop().startswith(f"digest {backend} ")
