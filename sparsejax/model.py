@@ -64,7 +64,7 @@ def forward(
     Args:
       config: the model.
       params: its parameters (`check_params` tells whether they fit).
-      tokens: (B, T) ids below `config.vocab_size`; an id beyond it gives NaN, never another row.
+      tokens: (B, T) ids in [0, `config.vocab_size`); any other gives NaN, never another row.
       positions: (B, T) rotary positions; None means 0..T-1 in every row.
       segment_ids: (B, T) document of each token; attention stays inside a document.
       cache: key/value cache to read and extend (with `positions` as slots).

@@ -1,7 +1,8 @@
 """The transformer as thin Flax Linen modules; the mathematics is in the functions they call.
 
 The parameter tree is described in `sparsejax.params.param_shapes`. Parameters are kept in
-`config.param_dtype` and cast to `config.dtype` where they are used.
+`config.param_dtype` and cast to `config.dtype` where they are used; norm scales, biases and the
+embedding lookup are read in float32.
 """
 
 from __future__ import annotations
@@ -59,15 +60,15 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
 
 
 class _Module(nn.Module):
-    """A module that reads parameters in compute dtype, gathered over fsdp."""
+    """A module that reads parameters in compute dtype or `dtype`, gathered over fsdp."""
 
     config: ModelConfig
 
-    def weight(self, name: str, *shape: int) -> Array:
+    def weight(self, name: str, *shape: int, dtype: str | None = None) -> Array:
         path = "/".join((*self.path, name))
         init = leaf_initializer(self.config, path)
         value = self.param(name, init, shape, jnp.dtype(self.config.param_dtype))
-        return gather_fsdp(value.astype(self.config.dtype), path)
+        return gather_fsdp(value.astype(dtype or self.config.dtype), path)
 
 
 class RMSNorm(_Module):
@@ -76,7 +77,7 @@ class RMSNorm(_Module):
     @nn.compact
     def __call__(self, x: Hidden) -> Hidden:
         """Normalises the last axis."""
-        scale = self.weight("scale", x.shape[-1])
+        scale = self.weight("scale", x.shape[-1], dtype="float32")
         return rms_norm(x, scale, self.config.norm_eps)
 
 
@@ -101,9 +102,11 @@ class Attention(_Module):
         for name, n in heads.items():
             y = jnp.einsum("btd,dhk->bthk", x, self.weight(name, d, n, a.head_dim))
             if a.qkv_bias:
-                y = y + self.weight(f"{name}_bias", n, a.head_dim)
+                # In float32 so that the bias gradient, a sum over all tokens, is one too.
+                bias = self.weight(f"{name}_bias", n, a.head_dim, dtype="float32")
+                y = (y.astype(jnp.float32) + bias).astype(y.dtype)
             if a.qk_norm and name != "v":
-                scale = self.weight(f"{name}_norm", a.head_dim)
+                scale = self.weight(f"{name}_norm", a.head_dim, dtype="float32")
                 y = rms_norm(y, scale, self.config.norm_eps)
             if name != "v":
                 y = rope.rotate(y, positions, self.config.rope)
@@ -217,5 +220,11 @@ class Embed(_Module):
     @nn.compact
     def __call__(self, tokens: Array) -> Hidden:
         """Looks up tokens (B, T)."""
-        table = self.weight("embedding", self.config.vocab_size, self.config.d_model)
-        return constrain(jnp.take(table, tokens, axis=0), BATCH_AXES, None, None)
+        vocab, d = self.config.vocab_size, self.config.d_model
+        # Read in float32: the gradient adds up all occurrences of a token, and a bfloat16 sum
+        # stands still after some 256 of them.
+        table = self.weight("embedding", vocab, d, dtype="float32")
+        # Indexing would take -1 for the last row; here any id outside the vocabulary gives NaN.
+        ids = jnp.where(tokens < 0, vocab, tokens.astype(jnp.int32))
+        x = jnp.take(table, ids, axis=0, mode="fill", fill_value=jnp.nan)
+        return constrain(x.astype(self.config.dtype), BATCH_AXES, None, None)
