@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -51,14 +51,19 @@ def causal_attention(q: Queries, k: Keys, v: Keys, segment_ids: Array | None) ->
       segment_ids: (B, T) document of each token, or None for one document per row.
 
     Returns:
-      (B, T, H, K), dtype of q. Runs cuDNN's flash attention on a GPU in half precision.
+      (B, T, H, K), dtype of q. Runs cuDNN's flash attention on a GPU in half precision (heads a
+      multiple of 8 up to 128 wide; with documents, an even T), else XLA's dense form in float32.
     """
     mask = None
     if segment_ids is not None:
         mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=True, implementation=_engine(q.dtype)
-    )
+    attend = functools.partial(jax.nn.dot_product_attention, mask=mask, is_causal=True)
+    if _cudnn(q, masked=mask is not None):
+        return attend(q, k, v, implementation="cudnn")
+    # In float32 throughout: the backward pass of jax's half-precision form mixes dtypes, which
+    # strict promotion refuses.
+    q32, k32, v32 = (a.astype(jnp.float32) for a in (q, k, v))
+    return attend(q32, k32, v32, implementation="xla").astype(q.dtype)
 
 
 def cached_attention(
@@ -66,8 +71,8 @@ def cached_attention(
 ) -> tuple[Queries, LayerCache]:
     """Writes k and v into slots `positions` (B, T), then attends to slots at or before each query.
 
-    Rows may be at different positions. Positions must be below the cache's S slots: the caller
-    checks this on the host, where positions are known.
+    Rows may be at different positions. Positions must lie in [0, S): a key written beyond the last
+    slot is lost without a sign, so the caller checks on the host, where positions are known.
     """
     write = jax.vmap(lambda buffer, rows, at: buffer.at[at].set(rows.astype(buffer.dtype)))
     cache = LayerCache(
@@ -75,13 +80,16 @@ def cached_attention(
     )
     slots = jnp.arange(cache.keys.shape[1], dtype=positions.dtype)
     mask = (slots <= positions[:, :, None])[:, None]
-    out = jax.nn.dot_product_attention(
-        q, cache.keys.astype(q.dtype), cache.values.astype(q.dtype), mask=mask
-    )
-    return out, cache
+    keys, values = cache.keys.astype(q.dtype), cache.values.astype(q.dtype)
+    with jax.numpy_dtype_promotion("standard"):  # jax's code mixes bfloat16 and float32 here
+        return jax.nn.dot_product_attention(q, keys, values, mask=mask), cache
 
 
-def _engine(dtype) -> Literal["cudnn"] | None:
-    # cuDNN's flash attention takes half precision only; float32 keeps XLA's exact path.
-    half = dtype in (jnp.bfloat16, jnp.float16)
-    return "cudnn" if half and jax.default_backend() == "gpu" else None
+def _cudnn(q: Array, *, masked: bool) -> bool:
+    """Whether cuDNN's flash attention can run."""
+    _, t, _, k = q.shape
+    # Half precision only (float32 keeps XLA's exact path), heads of 8, 16, ... 128, and with a
+    # mask an even length, else its backward pass refuses.
+    able = q.dtype in (jnp.bfloat16, jnp.float16) and k % 8 == 0 and k <= 128
+    able = able and not (masked and t % 2)
+    return able and jax.default_backend() == "gpu"
