@@ -17,7 +17,9 @@ from jax import Array
 
 from sparsejax.sharding import BATCH_AXES, constrain
 
-DEFAULT_CHUNK = 4096
+# Two float32 buffers of tokens x chunk exist at a time in the backward pass: with 2048 entries they
+# are about one layer's activations at d_model 512 to 2048, so the vocabulary does not set the peak.
+DEFAULT_CHUNK = 2048
 
 
 def cross_entropy(
@@ -100,7 +102,8 @@ def _forward(n: int, hidden: Array, weight: Array, targets: Array):
         return new_peak, total, at_target
 
     shape = targets.shape
-    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(shape))
+    zeros = jnp.zeros(shape, jnp.float32)
+    start = (jnp.full(shape, -jnp.inf, jnp.float32), zeros, zeros)
     peak, total, at_target = jax.lax.fori_loop(0, n, body, start)
     log_norm = peak + jnp.log(total)
     known = (targets >= 0) & (targets < vocab)
@@ -138,12 +141,12 @@ def _backward(n: int, residuals, dloss: Array):
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def l1_coefficient(step: Array, coeff: float, start: int, ramp: int) -> Array:
+def l1_coefficient(step: Array | int, coeff: float, start: int, ramp: int) -> Array:
     """The L1 coefficient at `step`: 0 before `start`, a linear ramp of `ramp` steps, then `coeff`.
 
     With ramp = 0 it is `coeff` from step `start` on. Source: the warm-up of arXiv 2603.23198 uses
     5,000 steps without L1 and a ramp of 5,000.
     """
-    done = step.astype(jnp.float32) - start
+    done = jnp.asarray(step).astype(jnp.float32) - start
     share = jnp.clip(done / ramp, 0.0, 1.0) if ramp > 0 else (done >= 0).astype(jnp.float32)
     return coeff * share
