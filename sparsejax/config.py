@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import operator
 import types
 import typing
 from typing import Any, Literal
@@ -18,8 +20,21 @@ _FLOATS = ("float32", "bfloat16", "float16")
 def _positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if not value > 0:
-            raise ValueError(f"{type(config).__name__}: {name} must be positive, got {value}")
+        if not 0 < value < math.inf:
+            raise ValueError(
+                f"{type(config).__name__}: {name} must be positive and finite, got {value}"
+            )
+
+
+def _whole(config: Any, *names: str) -> None:
+    """Positive integers, kept as Python's own: widths computed with NumPy must go through JSON."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+            raise ValueError(
+                f"{type(config).__name__}: {name} must be a positive integer, got {value!r}"
+            )
+        object.__setattr__(config, name, operator.index(value))
 
 
 def _one_of(config: Any, name: str, allowed: tuple[str, ...]) -> None:
@@ -49,7 +64,7 @@ class AttentionConfig:
     qk_norm: bool = False
 
     def __post_init__(self):
-        _positive(self, "num_heads", "num_kv_heads", "head_dim")
+        _whole(self, "num_heads", "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"AttentionConfig: num_kv_heads must divide num_heads = {self.num_heads}, "
@@ -78,7 +93,7 @@ class FFNConfig:
     gate_bias: bool = False
 
     def __post_init__(self):
-        _positive(self, "d_ff")
+        _whole(self, "d_ff")
         _one_of(self, "activation", ("relu", "silu", "gelu"))
 
 
@@ -119,7 +134,8 @@ class RopeConfig:
     original_context: int = 8192
 
     def __post_init__(self):
-        _positive(self, "theta", "factor", "low_freq_factor", "original_context")
+        _positive(self, "theta", "factor", "low_freq_factor")
+        _whole(self, "original_context")
         _one_of(self, "scaling", ("none", "linear", "llama3"))
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
@@ -157,7 +173,8 @@ class ModelConfig:
     param_dtype: str = "float32"
 
     def __post_init__(self):
-        _positive(self, "vocab_size", "d_model", "context_length", "norm_eps", "init_std")
+        _whole(self, "vocab_size", "d_model", "context_length")
+        _positive(self, "norm_eps", "init_std")
         _one_of(self, "dtype", _FLOATS)
         _one_of(self, "param_dtype", _FLOATS)
         if not isinstance(self.layers, tuple) or not all(
@@ -215,16 +232,23 @@ class ModelConfig:
         return cls.from_dict(json.loads(text))
 
 
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+_ABSENT = _Absent()
+
+
 def config_differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
     """Lines `path: ours vs theirs` for every leaf in which two JSON-like values differ."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         keys = [*ours, *(k for k in theirs if k not in ours)]
-        missing = "absent"
         return [
             line
             for k in keys
             for line in config_differences(
-                ours.get(k, missing), theirs.get(k, missing), f"{path}.{k}" if path else str(k)
+                ours.get(k, _ABSENT), theirs.get(k, _ABSENT), f"{path}.{k}" if path else str(k)
             )
         ]
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
@@ -250,7 +274,10 @@ def _build(cls: type, data: Any, path: str) -> Any:
     absent = [k for k, f in fields.items() if k not in data and f.default is dataclasses.MISSING]
     if absent:
         raise ValueError(f"{path}: field {absent[0]!r} is missing")
-    return cls(**kwargs)
+    try:
+        return cls(**kwargs)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:

@@ -14,6 +14,7 @@ The first three rows exist as sparse (gated ReLU, the plain name), `-dense` (gat
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection
 
 from sparsejax.config import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, RopeConfig
 
@@ -51,6 +52,7 @@ def small_125m(variant: str = "sparse") -> ModelConfig:
 
 def published(size: str, variant: str = "sparse") -> ModelConfig:
     """d 2048, 32 heads x 64, d_ff 5632 (8192 not gated), vocabulary 49152, tied, rope 1e5."""
+    _known("size", size, _PUBLISHED_LAYERS)
     return ModelConfig(
         vocab_size=49152,
         d_model=2048,
@@ -60,6 +62,7 @@ def published(size: str, variant: str = "sparse") -> ModelConfig:
 
 def llama31(size: str) -> ModelConfig:
     """Shapes of Llama 3.1 `8b`, `70b` or `405b`: untied, SiLU, Llama-3 rope scaling, 131072."""
+    _known("size", size, _LLAMA)
     d_model, layers, heads, d_ff = _LLAMA[size]
     return ModelConfig(
         vocab_size=128256,
@@ -100,11 +103,15 @@ def get(name: str) -> ModelConfig:
 
 
 def _ffn(variant: str, d_ff: int, d_ff_nongated: int) -> FFNConfig:
-    if variant not in VARIANTS:
-        raise ValueError(f"variant must be one of {list(VARIANTS)}, got {variant!r}")
+    _known("variant", variant, VARIANTS)
     if variant == "nongated":
         return FFNConfig(d_ff=d_ff_nongated, gated=False)
     return FFNConfig(d_ff=d_ff, activation="relu" if variant == "sparse" else "silu")
+
+
+def _known(argument: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{argument} must be one of {list(known)}, got {value!r}")
 
 
 def _uniform(n: int, heads: int, kv_heads: int, head_dim: int, ffn: FFNConfig):

@@ -171,6 +171,8 @@ def constrain(x: jax.Array, *axes: Any) -> jax.Array:
     if mesh.empty:
         return x
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Auto not in types.values():
+        return x
 
     def keep(size: int, entry: Any) -> Any:
         names = () if entry is None else (entry,) if isinstance(entry, str) else entry
@@ -195,4 +197,10 @@ def gather_fsdp(x: jax.Array, path: str) -> jax.Array:
 
 def _ways(mesh: Mesh, axes: Any) -> int:
     names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    absent = [n for n in names if n not in mesh.shape]
+    if absent:
+        raise ValueError(
+            f"the mesh has axes {list(mesh.axis_names)} and no {absent[0]!r}; use make_mesh, or "
+            "rules for these axes"
+        )
     return math.prod(mesh.shape[n] for n in names)
