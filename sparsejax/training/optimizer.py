@@ -24,7 +24,9 @@ class OptimizerConfig:
       final_lr: last learning rate, as a share of the peak.
       decay_share: share of the steps that "wsd" decays over.
       weight_decay: on matrices only; norms and biases are left out.
-      b1, b2, eps: Adam's.
+      b1: decay of Adam's first moment.
+      b2: decay of Adam's second moment.
+      eps: Adam's epsilon.
       clip_norm: global gradient norm to clip to; 0 turns clipping off.
     """
 

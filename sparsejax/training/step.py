@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,16 +29,18 @@ class LossConfig:
     """loss = mean cross-entropy + l1 coefficient * mean over layers and tokens of sum_n |h_n|.
 
     Attributes:
-      l1_coeff: coefficient of the sparsity term; 2e-5 is the published value for d 2048 and tens
-        of thousands of steps; short runs of small models need 50 to 100 times as much.
-      l1_start, l1_ramp: no term before step `l1_start`, then a linear ramp over `l1_ramp` steps.
+      l1_coeff: coefficient of the sparsity term. None takes 2e-5, the published value for d 2048
+        and tens of thousands of steps; 2e-3 for "tiny" (short runs of small models need 50 to
+        100 times as much); and 0 for dense presets.
+      l1_start: updates before the term sets in.
+      l1_ramp: updates over which it then grows linearly to l1_coeff.
       vocab_chunk: vocabulary entries whose logits exist at a time.
       revive_dead: share of fresh N(0, init_std^2) mixed into the gate rows of neurons that fired
         on no token of the step; 0 turns it off, 0.1 is the published value.
       accumulate: microbatches whose gradients are averaged before one update.
     """
 
-    l1_coeff: float = 2e-5
+    l1_coeff: float | None = None
     l1_start: int = 0
     l1_ramp: int = 0
     vocab_chunk: int = DEFAULT_CHUNK
@@ -46,7 +49,7 @@ class LossConfig:
 
     def __post_init__(self):
         for name in ("l1_coeff", "l1_start", "l1_ramp"):
-            if not getattr(self, name) >= 0:
+            if getattr(self, name) is not None and not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0 <= self.revive_dead <= 1:
             raise ValueError(f"revive_dead must be in [0, 1], got {self.revive_dead}")
@@ -63,7 +66,7 @@ def make_train_step(
     options: Options,
     mesh: Mesh,
     seed: int = 0,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> Any:
     """The jitted update `(state, batch) -> (state, metrics)`; the state's buffers are donated.
 
     Args:
@@ -81,6 +84,7 @@ def make_train_step(
       nnz, dead_fraction, grad_norm, learning_rate, and nnz_per_layer (L,).
     """
     options = dataclasses.replace(options, count_neurons=True)
+    l1_coeff = 2e-5 if loss.l1_coeff is None else loss.l1_coeff
 
     def microbatch_loss(params: Params, batch: Batch, tokens: Array, coeff: Array):
         out, ce_sum = _cross_entropy_sum(config, params, batch, loss.vocab_chunk, options)
@@ -92,7 +96,7 @@ def make_train_step(
         return ce + coeff * l1, parts
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        coeff = l1_coefficient(state.step, loss.l1_coeff, loss.l1_start, loss.l1_ramp)
+        coeff = l1_coefficient(state.step, l1_coeff, loss.l1_start, loss.l1_ramp)
         counted = batch["tokens"].size
         tokens = (
             jnp.maximum(jnp.sum(batch["loss_mask"], dtype=jnp.float32), 1.0)
@@ -117,7 +121,7 @@ def make_train_step(
 
             (grads, parts), _ = jax.lax.scan(add, zeros, stacked)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         neuron_nnz = parts.pop("neuron_nnz")
         dead = {i: count == 0 for i, count in zip(config.ffn_layers, neuron_nnz, strict=True)}
         if loss.revive_dead:
@@ -147,7 +151,7 @@ def make_train_step(
 def make_eval_step(
     config: ModelConfig, vocab_chunk: int, options: Options, mesh: Mesh
 ) -> Callable[[Params, Batch], Metrics]:
-    """The jitted `(params, batch) -> sums`: ce_sum, tokens, and nnz_sum (L,) over counted tokens."""
+    """The jitted `(params, batch) -> sums`: ce_sum, tokens, nnz_sum (L,), over unmasked tokens."""
 
     def evaluate(params: Params, batch: Batch) -> Metrics:
         out, ce_sum = _cross_entropy_sum(config, params, batch, vocab_chunk, options)

@@ -1,0 +1,126 @@
+"""The settings of a training run; `experiments/train.py` makes flags of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from sparsejax import presets
+from sparsejax.config import ModelConfig
+from sparsejax.model import Options
+from sparsejax.sharding import MeshConfig
+from sparsejax.training.optimizer import OptimizerConfig
+from sparsejax.training.step import LossConfig
+
+# Fields of these groups become flags without a prefix: --learning-rate, --l1-coeff.
+_flat = tyro.conf.arg(name="")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One training run.
+
+    Attributes:
+      preset: model, see `sparsejax.presets`; "-dense" and "-nongated" are its variants.
+      data: "stdlib" (the running Python's standard library as bytes), or a folder made by
+        experiments/prepare_data.py.
+      workdir: where everything is written; None makes a new folder under runs/.
+      steps: updates of the whole run; schedules depend on it.
+      batch_size: sequences of one update, over all devices.
+      seq_len: tokens per sequence; None takes the preset's context length.
+      seed: parameters, data order and revival draws.
+      resume: go on from the newest whole checkpoint of the workdir.
+      stop_at: end after this step as an interruption would, with a checkpoint; None runs on.
+      mesh: how devices are used; the sizes multiply to the number of devices.
+      optimizer: AdamW and its schedule.
+      loss: terms of the loss.
+      implementation: engine of the feed-forward op, "xla" or None to choose.
+      remat: what the backward pass recomputes: "none", "dots" (all but matmuls), "full".
+      mask_documents: keep attention, positions and loss inside documents.
+      data_workers: processes that read ahead; 0 reads in this process.
+      log_every: steps between lines of metrics.jsonl.
+      eval_every: steps between evaluations on held-out text; 0 evaluates at the end only.
+      eval_batches: most batches of one evaluation.
+      checkpoint_every: steps between checkpoints; one is always made at the end.
+      keep: how many checkpoints stay.
+    """
+
+    preset: str = "tiny"
+    data: str = "stdlib"
+    workdir: Path | None = None
+    steps: int = 400
+    batch_size: int = 16
+    seq_len: int | None = None
+    seed: int = 0
+    resume: bool = False
+    stop_at: int | None = None
+    mesh: MeshConfig = MeshConfig()
+    optimizer: Annotated[OptimizerConfig, _flat] = OptimizerConfig()
+    loss: Annotated[LossConfig, _flat] = LossConfig()
+    implementation: Literal["xla"] | None = None
+    remat: Literal["none", "dots", "full"] = "none"
+    mask_documents: bool = False
+    data_workers: int = 0
+    log_every: int = 10
+    eval_every: int = 0
+    eval_batches: int = 20
+    checkpoint_every: int = 200
+    keep: int = 3
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "log_every", "eval_batches", "checkpoint_every"):
+            _check(self, name, 1)
+        for name in ("seed", "data_workers", "eval_every"):
+            _check(self, name, 0)
+        for name in ("seq_len", "stop_at"):
+            if getattr(self, name) is not None:
+                _check(self, name, 1)
+        if self.batch_size % self.loss.accumulate:
+            raise ValueError(
+                f"batch_size {self.batch_size} must be a multiple of accumulate "
+                f"{self.loss.accumulate} (microbatches per update)"
+            )
+        if self.resume and self.workdir is None:
+            raise ValueError("resume needs --workdir: the folder of the run to go on with")
+
+    def model(self) -> ModelConfig:
+        """The preset's configuration.
+
+        Raises:
+          ValueError: unknown preset (lists the known), or seq_len beyond its context length.
+        """
+        model = presets.get(self.preset)
+        if self.seq_len is not None and self.seq_len > model.context_length:
+            raise ValueError(
+                f"seq_len {self.seq_len} exceeds the context length {model.context_length} of "
+                f"preset {self.preset!r}; use at most that"
+            )
+        return model
+
+    def resolved(self) -> TrainConfig:
+        """This config with every default that depends on another setting filled in."""
+        if self.loss.l1_coeff is not None:
+            return self
+        activations = [layer.ffn.activation for layer in self.model().layers if layer.ffn]
+        sparse = "relu" in activations
+        coeff = 0.0 if not sparse else 2e-3 if self.preset.startswith("tiny") else 2e-5
+        return dataclasses.replace(self, loss=dataclasses.replace(self.loss, l1_coeff=coeff))
+
+    def options(self) -> Options:
+        """How forward passes run."""
+        return Options(implementation=self.implementation, remat=self.remat)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
+
+def _check(config: TrainConfig, name: str, least: int) -> None:
+    value = getattr(config, name)
+    if value < least:
+        flag = name.replace("_", "-")
+        raise ValueError(f"{name} must be at least {least}, got {value}; change --{flag}")

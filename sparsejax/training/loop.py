@@ -1,0 +1,210 @@
+"""The training loop: one function for a laptop, the GPUs of a host, or several hosts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import json
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from sparsejax.data import Batch, DataNotFoundError, Loader, TokenSource, open_source
+from sparsejax.hardware import utilisation
+from sparsejax.model import flops_per_token
+from sparsejax.params import count
+from sparsejax.training.checkpoint import Checkpointer
+from sparsejax.training.config import TrainConfig
+from sparsejax.training.evaluate import evaluate, to_device
+from sparsejax.training.interrupt import Interrupt
+from sparsejax.training.metrics import MetricsLog, Speed, read_rows, to_row
+from sparsejax.training.plots import plot_run
+from sparsejax.training.run import Run, prepare, say
+from sparsejax.training.state import TrainState
+from sparsejax.training.step import Metrics, make_eval_step, make_train_step
+from sparsejax.training.workdir import WorkdirLock
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss or the gradient norm is NaN or infinite; nothing was saved after it."""
+
+
+def train(config: TrainConfig) -> dict[str, Any]:
+    """Trains as `config` says; returns what summary.json holds.
+
+    In a launch of several processes every process calls this with the same config, after
+    `sparsejax.distributed.initialize`.
+
+    Raises:
+      ValueError: settings that do not fit each other, the data, the devices, the folder or the
+        checkpoint (the message says which); nothing is lost.
+      FileNotFoundError: no such data, or `resume` without a whole checkpoint.
+      NonFiniteLossError: names the step and the last good checkpoint.
+    """
+    run = prepare(config)
+    with run.loader(run.source) as loader, WorkdirLock(run.workdir.root):
+        run.check_workdir()
+        checkpointer = Checkpointer(run.workdir.checkpoints, keep=config.keep)
+        with checkpointer, jax.set_mesh(run.mesh):
+            state = run.start(checkpointer, loader)
+            run.write_config()
+            summary = _Trainer(run, loader, checkpointer, state).fit()
+        if jax.process_index() == 0:
+            rows = read_rows(run.workdir.metrics)
+            summary |= {"first": rows[0], "last": rows[-1]} if rows else {}
+            run.workdir.summary.write_text(json.dumps(summary, indent=1))
+            plot_run(rows, run.workdir.plots)
+    return summary
+
+
+class _Trainer:
+    """Runs the steps. Metrics are read one step late, so that the device never waits for them."""
+
+    def __init__(self, run: Run, loader: Loader, checkpointer: Checkpointer, state: TrainState):
+        self.run, self.config = run, run.config
+        self.loader, self.checkpointer = loader, checkpointer
+        self.state, self.step = state, int(state.step)
+        resumed = self.step if self.config.resume else None
+        self.log = MetricsLog(run.workdir.metrics, resumed)
+        self.eval_log = MetricsLog(run.workdir.root / "eval.jsonl", resumed)
+        self.eval_step = make_eval_step(
+            run.model, self.config.loss.vocab_chunk, self.config.options(), run.mesh
+        )
+        self.val_source = _open_val(self.config.data)
+
+    def fit(self) -> dict[str, Any]:
+        """Runs to the end, to `stop_at`, or to a signal; always ends on a checkpoint."""
+        config, steps = self.config, self.config.steps
+        last = steps if config.stop_at is None else min(config.stop_at, steps)
+        summary: dict[str, Any] = {"parameters": count(self.state.params)}
+        if self.step < last:
+            summary |= self._steps(last)
+        else:
+            say(f"nothing to do: step {self.step} of {last} is done")
+        summary |= {
+            "status": "finished" if self.step >= steps else "stopped",
+            "step": self.step,
+            "tokens": self.step * config.batch_size * self.run.seq_len,
+            "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+            "versions": {n: importlib.metadata.version(n) for n in ("jax", "flax", "optax")},
+        }
+        if self.step >= steps:
+            summary["held_out"] = self._evaluate()
+        else:
+            say(f"stopped after step {self.step} of {steps}; go on with --resume")
+        self.log.close()
+        self.eval_log.close()
+        return summary
+
+    def _steps(self, last: int) -> dict[str, Any]:
+        config = self.config
+        first = next(self.loader)
+        step_fn, summary = self._compile(first)
+        began = time.perf_counter()
+        self._speed = Speed(config.batch_size * self.run.seq_len, self.step)
+        pending: tuple[int, Metrics] | None = None
+        bar = tqdm(
+            total=config.steps, initial=self.step, unit="step", dynamic_ncols=True, disable=None
+        )
+        with bar, Interrupt() as interrupt:
+            for batch in itertools.chain([first], self.loader):
+                self.state, metrics = step_fn(self.state, to_device(self.run.mesh, batch))
+                self.step += 1
+                if pending:
+                    self._record(*pending, bar)
+                pending = (self.step, metrics)
+                signal = interrupt.requested(self.step)
+                stop = signal is not None or self.step == last
+                if stop or self.step % config.checkpoint_every == 0:
+                    # Nothing is saved before its own metrics are known to be finite.
+                    self._record(*pending, bar)
+                    pending = None
+                    extra = self.run.describe() | {"loader": self.loader.state()}
+                    self.checkpointer.save(self.step, self.state, extra)
+                if config.eval_every and self.step % config.eval_every == 0 and not stop:
+                    self._evaluate()
+                if stop:
+                    if signal:
+                        say(f"{signal}: saved step {self.step}")
+                    break
+        summary["train_s"] = time.perf_counter() - began
+        stats = jax.local_devices()[0].memory_stats() or {}
+        return summary | {"allocator_peak_bytes": stats.get("peak_bytes_in_use")}
+
+    def _compile(self, batch: Batch) -> tuple[Any, dict[str, Any]]:
+        """Compiles ahead: its time and memory are reported, and the bar shows training only."""
+        began, run = time.perf_counter(), self.run
+        step_fn = make_train_step(
+            run.model,
+            run.optimizer,
+            run.schedule,
+            self.config.loss,
+            self.config.options(),
+            run.mesh,
+            self.config.seed,
+        )
+        compiled = step_fn.lower(self.state, to_device(run.mesh, batch)).compile()
+        seconds = time.perf_counter() - began
+        say(
+            f"{count(self.state.params):,} parameters on {jax.device_count()} x "
+            f"{jax.devices()[0].device_kind}, compiled in {seconds:.1f} s; "
+            f"writing to {run.workdir.root}"
+        )
+        sizes = compiled.memory_analysis()
+        names = ("argument_size_in_bytes", "temp_size_in_bytes", "output_size_in_bytes")
+        return compiled, {
+            "compile_s": seconds,
+            "compiled_bytes": {n.removesuffix("_in_bytes"): getattr(sizes, n) for n in names},
+        }
+
+    def _record(self, step: int, metrics: Metrics, bar: tqdm) -> None:
+        """Waits for a step, checks that it is finite, and logs it if it is one to log."""
+        loss, grad_norm = (float(metrics[k]) for k in ("loss", "grad_norm"))
+        if not np.isfinite([loss, grad_norm]).all():
+            self.checkpointer.wait()
+            good = self.checkpointer.latest_step()
+            saved = "there is none yet" if good is None else f"step {good}"
+            raise NonFiniteLossError(
+                f"step {step}: loss {loss}, gradient norm {grad_norm}. Nothing was saved after it; "
+                f"last good checkpoint: {saved} in {self.run.workdir.checkpoints}. Resume from it "
+                "with a lower --learning-rate or --l1-coeff"
+            )
+        bar.update()
+        if step != 1 and step % self.config.log_every and step != self.config.steps:
+            return
+        row = to_row(step, metrics, self._speed.lap(step))
+        self.log.write(row)
+        flops = flops_per_token(self.run.model, self.run.seq_len)
+        mfu = utilisation(flops, row["tokens_per_s"], jax.device_count())
+        shown = f"ce {row['ce']:.3f}  nnz {row['nnz']:.1f}  {row['tokens_per_s']:,.0f} tok/s"
+        shown += "" if mfu is None else f"  MFU {mfu:.1%}"
+        bar.set_postfix_str(shown)
+        if bar.disable:
+            say(f"step {step}/{self.config.steps}  {shown}")
+
+    def _evaluate(self) -> dict[str, Any] | None:
+        """Held-out loss now, also written to eval.jsonl; None where the corpus has no val split."""
+        if self.val_source is None:
+            return None
+        source = self.val_source
+        with self.run.loader(
+            source, num_epochs=1, shuffle=False, drop_remainder=False, worker_count=0
+        ) as loader:
+            batches = itertools.islice(loader, self.config.eval_batches)
+            result = evaluate(self.eval_step, self.state.params, self.run.mesh, batches, source)
+        self.eval_log.write({"step": self.step} | result)
+        say(
+            f"step {self.step}: held-out cross-entropy {result['ce']:.4f} nats per token, "
+            f"{result['bits_per_byte']:.4f} bits per byte, {result['nnz']:.1f} active neurons"
+        )
+        return result
+
+
+def _open_val(data: str) -> TokenSource | None:
+    try:
+        return open_source(data, "val")
+    except DataNotFoundError:
+        return None

@@ -1,0 +1,81 @@
+"""`metrics.jsonl`: one JSON object per logged step, in agreement with the checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+Row = dict[str, Any]
+
+
+class MetricsLog:
+    """Appends rows to a jsonl file, a line at a time; process 0 writes, others do nothing.
+
+    Args:
+      path: the file.
+      resume_step: keep earlier rows up to this step and drop what an interrupted run logged after
+        its last checkpoint; None starts an empty file.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None):
+        self._file = None
+        if jax.process_index():
+            return
+        rows = [] if resume_step is None else read_rows(path)
+        kept = [row for row in rows if row["step"] <= (resume_step or 0)]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(temporary, path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, row: Row) -> None:
+        """Appends one row."""
+        if self._file:
+            self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file:
+            self._file.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a metrics file; a last line cut short by a crash is left out."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}: line {number} is not JSON ({error})") from None
+    return rows
+
+
+def to_row(step: int, metrics: dict[str, Any], tokens_per_s: float) -> Row:
+    """Device metrics of one step as JSON values, in a fixed order of keys."""
+    values = {k: np.asarray(v).tolist() for k, v in metrics.items()}
+    order = ("loss", "ce", "l1", "nnz", "nnz_per_layer", "dead_fraction", "grad_norm")
+    row = {"step": step} | {k: values[k] for k in order}
+    return row | {"learning_rate": values["learning_rate"], "tokens_per_s": tokens_per_s}
+
+
+class Speed:
+    """Tokens per second between calls of `lap`."""
+
+    def __init__(self, tokens_per_step: int, step: int):
+        self._tokens = tokens_per_step
+        self._step, self._time = step, time.perf_counter()
+
+    def lap(self, step: int) -> float:
+        """Tokens per second since the last lap, which ended after another step."""
+        now = time.perf_counter()
+        rate = (step - self._step) * self._tokens / max(now - self._time, 1e-9)
+        self._step, self._time = step, now
+        return rate
