@@ -2,14 +2,13 @@
 
     windows of seq_len + 1 tokens, stride seq_len          (N windows per epoch)
     -> shuffle (another order each epoch) -> repeat        one global order of rows
-    -> this process's block of each global batch
-    -> worker processes (optional) -> batch
+    -> this process's batches                              step s: rows [s B, (s + 1) B)
+    -> worker processes (optional)
 
-The global order depends on the corpus, `seq_len` and `seed` alone. Step s is its rows
-[s B, (s + 1) B), and process p of P takes the p-th of P equal blocks of them: the blocks joined in
-process order are the batch of a single process. Batches run across epoch borders, so that no
-window is dropped there. Batching comes after the worker processes: before them each worker would
-drop its own incomplete batch.
+The global order depends on the corpus, `seq_len` and `seed` alone. Process p of P takes the p-th of
+P equal blocks of a step's rows, so the blocks joined in process order are the batch of a single
+process. Batches run across epoch borders: no window is dropped there. Workers share out whole
+batches by number; an iterator batched in front of the workers would make each of them drop rows.
 """
 
 import json
@@ -21,9 +20,10 @@ import grain
 from absl import flags
 
 from sparsejax.data.sources import TokenSource
-from sparsejax.data.windows import Batch, ProcessBlock, RowMaker, Windows
+from sparsejax.data.windows import Batch, ProcessBatches, Windows
 
 _STATE_VERSION = 1
+_BATCHES_AHEAD_PER_WORKER = 2
 
 
 class Loader:
@@ -44,7 +44,6 @@ class Loader:
     ):
         self._iterator = iterator
         self._identity = identity
-        self._local = identity["batch_size"] // identity["process_count"]
         self._closed = False
         self.num_windows: int = identity["num_windows"]
         self.num_batches = num_batches
@@ -108,10 +107,7 @@ class Loader:
             raise ValueError(
                 f"the data state stands at step {step}, this loader ends after {self.num_batches}"
             )
-        position = state["grain"]
-        if self._identity["worker_count"] == 0:
-            position = {"next_index": step * self._local}
-        self._iterator.set_state(position)
+        self._iterator.set_state(state["grain"])
         self.step = step
 
     def close(self) -> None:
@@ -214,29 +210,31 @@ def make_loader(
     order = grain.MapDataset.source(windows)
     if shuffle:
         order = order.seed(seed).shuffle()
-    block = ProcessBlock(
-        order.repeat(num_epochs), batch_size, process_index, process_count, drop_remainder
+    batches = ProcessBatches(
+        order.repeat(num_epochs),
+        batch_size=batch_size,
+        process_index=process_index,
+        process_count=process_count,
+        seq_len=seq_len,
+        eot_id=source.eot_id,
+        mask_documents=mask_documents,
+        drop_remainder=drop_remainder,
     )
-    if len(block) == 0:
+    if len(batches) == 0:
         raise ValueError(
-            f"corpus {source.label} has {len(windows)} windows of seq_len {seq_len}, {num_epochs} "
-            f"epoch(s) of them are less than one batch of {batch_size}; lower batch_size, or give "
+            f"corpus {source.label} has {len(windows)} windows of seq_len {seq_len}; {num_epochs} "
+            f"epoch(s) of them are less than one batch of {batch_size}. Lower batch_size, or give "
             f"drop_remainder=False"
         )
-    make_row = RowMaker(seq_len, source.eot_id, mask_documents, not drop_remainder)
-    # The data is in memory or mapped: threads would only wait for each other.
+    # The data is in memory or mapped: reader threads would only wait for each other.
     reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    dataset = grain.MapDataset.source(block).map(make_row).to_iter_dataset(reading)
+    dataset = grain.MapDataset.source(batches).to_iter_dataset(reading)
     if worker_count:
         if not flags.FLAGS.is_parsed():  # grain's workers read absl flags, which we do not use
             flags.FLAGS.mark_as_parsed()
-        local = batch_size // process_count
         dataset = dataset.mp_prefetch(
-            grain.MultiprocessingOptions(
-                num_workers=worker_count, per_worker_buffer_size=max(2, 2 * local // worker_count)
-            )
+            grain.MultiprocessingOptions(worker_count, _BATCHES_AHEAD_PER_WORKER)
         )
-    dataset = dataset.batch(batch_size // process_count, drop_remainder=True)
     identity = {
         "fingerprint": source.fingerprint,
         "num_windows": len(windows),
@@ -251,5 +249,5 @@ def make_loader(
     return Loader(
         iter(dataset),
         identity=identity,
-        num_batches=None if num_epochs is None else block.num_batches,
+        num_batches=None if num_epochs is None else len(batches),
     )

@@ -1,7 +1,7 @@
-"""Rows of a batch: windows over a token array, and which of them belong to which process."""
+"""Windows over a token array, and the batches that one process makes of them."""
 
 import mmap
-from typing import Any
+from typing import Any, cast
 
 import grain
 import numpy as np
@@ -52,96 +52,86 @@ class Windows:
             self._tokens = np.memmap(file, dtype=dtype, mode="r", shape=shape, offset=offset)
 
 
-class ProcessBlock:
-    """Rows of one process: block `index` of `count` equal blocks of every global batch.
+class ProcessBatches:
+    """Batch s of one process, from rows [s B, (s + 1) B) of the global order; see `make_loader`.
 
     Args:
-        rows: the global order.
-        batch_size: rows of a global batch.
-        index: which process.
-        count: how many processes.
-        drop_remainder: leave out an incomplete last batch; else rows without tokens complete it.
+        order: the global order of windows, maybe endless.
+        batch_size: B, rows of a global batch.
+        process_index: takes this one of `process_count` equal blocks of them.
+        process_count: how many processes.
+        seq_len: T.
+        eot_id: the token that ends a document.
+        mask_documents: add `segment_ids`, `positions` and `loss_mask`.
+        drop_remainder: leave out an incomplete last batch; False completes it with rows of `eot_id`
+            and adds a `loss_mask` to every batch.
     """
 
     def __init__(
         self,
-        rows: grain.MapDataset[np.ndarray],
+        order: grain.MapDataset[np.ndarray],
+        *,
         batch_size: int,
-        index: int,
-        count: int,
+        process_index: int,
+        process_count: int,
+        seq_len: int,
+        eot_id: int,
+        mask_documents: bool,
         drop_remainder: bool,
     ):
-        self._rows = rows
+        self._order = order
         self._batch_size = batch_size
-        self._local = batch_size // count
-        self._offset = index * self._local
-        self.num_batches = len(rows) // batch_size
-        if not drop_remainder and len(rows) % batch_size:
-            self.num_batches += 1
-
-    def __len__(self) -> int:
-        return self.num_batches * self._local
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        step, row = divmod(int(index), self._local)
-        position = step * self._batch_size + self._offset + row
-        return self._rows[position] if position < len(self._rows) else np.empty(0, np.int32)
-
-
-class RowMaker:
-    """Window of T + 1 ids to the arrays of one row of a batch; see `make_loader`.
-
-    Args:
-        seq_len: T.
-        eot_id: the token that ends a document.
-        mask_documents: add `segment_ids`, `positions` and `loss_mask`.
-        with_padding: add `loss_mask`, because some windows may be empty.
-    """
-
-    def __init__(self, seq_len: int, eot_id: int, mask_documents: bool, with_padding: bool):
+        self._local = batch_size // process_count
+        self._offset = process_index * self._local
         self._seq_len = seq_len
         self._eot_id = eot_id
         self._mask_documents = mask_documents
-        self._with_padding = with_padding
+        self._drop_remainder = drop_remainder
 
-    def __call__(self, window: np.ndarray) -> Batch:
-        """Arrays of (T,) from (T + 1,) ids, or from none for a row of padding."""
-        padding = len(window) == 0
-        if padding:
-            window = np.full(self._seq_len + 1, self._eot_id, dtype=np.int32)
-        tokens, targets = window[:-1], window[1:]
-        row = {"tokens": tokens, "targets": targets}
+    def __len__(self) -> int:
+        full, remainder = divmod(len(self._order), self._batch_size)
+        return full + (remainder > 0 and not self._drop_remainder)
+
+    def __getitem__(self, index: int) -> Batch:
+        first = int(index) * self._batch_size + self._offset
+        count = max(0, min(self._local, len(self._order) - first))
+        windows = np.full((self._local, self._seq_len + 1), self._eot_id, dtype=np.int32)
+        for row in range(count):
+            windows[row] = cast(np.ndarray, self._order[first + row])
+        tokens, targets = np.ascontiguousarray(windows[:, :-1]), windows[:, 1:].copy()
+        batch = {"tokens": tokens, "targets": targets}
         if self._mask_documents:
-            row |= document_arrays(tokens, self._eot_id)
-        elif self._with_padding:
-            row["loss_mask"] = np.ones(self._seq_len, dtype=bool)
-        if padding:
-            row["loss_mask"] = np.zeros(self._seq_len, dtype=bool)
-            if self._mask_documents:
-                row["segment_ids"] = np.zeros(self._seq_len, dtype=np.int32)
-        return row
+            batch |= document_arrays(tokens, self._eot_id)
+            batch["segment_ids"][count:] = 0
+        elif not self._drop_remainder:
+            batch["loss_mask"] = np.ones(tokens.shape, dtype=bool)
+        if count < self._local:
+            batch["loss_mask"][count:] = False
+        return batch
 
 
 def document_arrays(tokens: np.ndarray, eot_id: int) -> Batch:
-    """Which document each of (T,) tokens is in, its place there, and whether its target is too.
+    """Which document each token is in, its place there, and whether its target is there too.
 
     The end mark belongs to the document that it ends. A document cut by the window counts from the
     window's first token.
 
     Args:
-        tokens: (T,) ids.
+        tokens: (..., T) ids.
         eot_id: the token that ends a document.
 
     Returns:
-        `segment_ids` (T,) int32, 1 for the first document in the window, 2 for the next;
-        `positions` (T,) int32 from 0 in each document; `loss_mask` (T,) bool, False where the
-        target is the first token of the next document.
+        `segment_ids` (..., T) int32, 1 for the first document of a row, 2 for the next;
+        `positions` (..., T) int32 from 0 in each document; `loss_mask` (..., T) bool, False where
+        the target is the first token of the next document.
     """
-    index = np.arange(len(tokens), dtype=np.int32)
-    starts = np.zeros(len(tokens), dtype=bool)
-    starts[1:] = tokens[:-1] == eot_id
+    index = np.arange(tokens.shape[-1], dtype=np.int32)
+    ends = tokens == eot_id
+    starts = np.zeros_like(ends)
+    starts[..., 1:] = ends[..., :-1]
+    last_start = np.maximum.accumulate(np.where(starts, index, np.int32(0)), axis=-1)
     return {
-        "segment_ids": np.cumsum(starts, dtype=np.int32) + np.int32(1),
-        "positions": index - np.maximum.accumulate(np.where(starts, index, np.int32(0))),
-        "loss_mask": tokens != eot_id,
+        "segment_ids": np.cumsum(starts, axis=-1, dtype=np.int32) + np.int32(1),
+        "positions": index - last_start,
+        "loss_mask": ~ends,
     }
