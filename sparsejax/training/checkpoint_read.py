@@ -90,11 +90,12 @@ class _Reading:
             raise
         except Exception as error:  # tensorstore has a Python type for each of many states
             raise DamagedError(f"{self.path} cannot be read: {_first_words(error)}") from error
-        if not data:
-            return jax.device_put(jnp.zeros(shape, dtype), self.leaf.sharding)
-        return jax.make_array_from_callback(
-            shape, self.leaf.sharding, lambda index: data[_key(index, shape)], dtype=dtype
-        )
+
+        def block(index: tuple[slice, ...] | None) -> np.ndarray:
+            key = _key(index or (), shape)
+            return data[key] if data else np.zeros([stop - start for start, stop in key], dtype)
+
+        return jax.make_array_from_callback(shape, self.leaf.sharding, block, dtype=dtype)
 
 
 def _open(folder: Path, path: str, leaf: Any, context: ts.Context) -> Any:
