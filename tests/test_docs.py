@@ -105,9 +105,11 @@ def help_flags(script: str) -> set[str]:
         env=environment,
         capture_output=True,
         text=True,
-        check=True,
-    ).stdout
-    return set(re.findall(r"--[a-z][\w.-]*", shown))
+    )
+    assert shown.returncode == 0, shown.stderr
+    flags = set(re.findall(r"--[a-z][\w.-]*", shown.stdout))
+    # Every switch comes with its --no- form.
+    return {flag for flag in flags if flag.replace("--no-", "--") not in flags - {flag}}
 
 
 HELP: dict[str, set[str]] = {}
