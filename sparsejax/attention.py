@@ -20,9 +20,12 @@ Cache = dict[str, "LayerCache"]
 class LayerCache:
     """Keys and values of one layer; slot s of row b holds the token at position s of row b.
 
+    Heads come before slots, so that a decode step multiplies the cache as it lies: with slots first
+    XLA transposes a copy of the whole cache at every step.
+
     Attributes:
-      keys: (B, S, G, K).
-      values: (B, S, G, K).
+      keys: (B, G, S, K).
+      values: (B, G, S, K).
     """
 
     keys: Array
@@ -30,13 +33,13 @@ class LayerCache:
 
 
 def init_cache(config: ModelConfig, batch: int, slots: int, dtype=None) -> Cache:
-    """Empty caches (B, S, G, K), only for the layers that have attention: {"layer_{i}": ...}."""
+    """Empty caches (B, G, S, K), only for the layers that have attention: {"layer_{i}": ...}."""
     dtype = jnp.dtype(config.dtype) if dtype is None else dtype
     cache = {}
     for i in config.attention_layers:
         a = config.layers[i].attention
         assert a is not None
-        zeros = jnp.zeros((batch, slots, a.num_kv_heads, a.head_dim), dtype)
+        zeros = jnp.zeros((batch, a.num_kv_heads, slots, a.head_dim), dtype)
         cache[f"layer_{i}"] = LayerCache(keys=zeros, values=zeros)
     return cache
 
@@ -74,13 +77,17 @@ def cached_attention(
     Rows may be at different positions. Positions must lie in [0, S): a key written beyond the last
     slot is lost without a sign, so the caller checks on the host, where positions are known.
     """
-    write = jax.vmap(lambda buffer, rows, at: buffer.at[at].set(rows.astype(buffer.dtype)))
+
+    def write_row(buffer: Array, rows: Array, at: Array) -> Array:
+        return buffer.at[:, at].set(rows.swapaxes(0, 1).astype(buffer.dtype))
+
+    write = jax.vmap(write_row)
     cache = LayerCache(
         keys=write(cache.keys, k, positions), values=write(cache.values, v, positions)
     )
-    slots = jnp.arange(cache.keys.shape[1], dtype=positions.dtype)
+    slots = jnp.arange(cache.keys.shape[2], dtype=positions.dtype)
     mask = (slots <= positions[:, :, None])[:, None]
-    keys, values = cache.keys.astype(q.dtype), cache.values.astype(q.dtype)
+    keys, values = (x.astype(q.dtype).swapaxes(1, 2) for x in (cache.keys, cache.values))
     with jax.numpy_dtype_promotion("standard"):  # jax's code mixes bfloat16 and float32 here
         return jax.nn.dot_product_attention(q, keys, values, mask=mask), cache
 
