@@ -187,18 +187,21 @@ def _local_device_ids(
 ) -> list[int] | None:
     """Indices, among the GPUs that CUDA shows this process, of those it drives; None is all."""
     visible = _visible_gpus(env)
-    if visible == 0 or (visible is not None and visible == gpus_per_process):
+    if visible == 0:
         return None
     shown = place.host_gpus if visible is None else visible
-    # Whether what this process sees is its own. One visible GPU beside enough others is.
-    spare = place.host_gpus is None or place.host_gpus >= (place.local_size or 1)
+    # Whether what this process sees is its own: it sees as many as it needs, and the host has so
+    # many for each of its processes.
     own = (
         place.local_size == 1
         or place.bound
-        or (visible is not None and visible == place.gpus_per_task)
-        or (visible == 1 and spare)
+        or (
+            visible is not None
+            and visible in (gpus_per_process, place.gpus_per_task, 1)
+            and (place.host_gpus is None or place.host_gpus >= visible * (place.local_size or 1))
+        )
     )
-    if own and gpus_per_process is None:
+    if own and gpus_per_process in (None, visible):
         return None
     share = gpus_per_process or place.gpus_per_task or _even_share(place, shown)
     first = 0 if own else place.local_rank * share

@@ -39,7 +39,7 @@ def _torchrun(env: Mapping[str, str]) -> Place | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     source = "RANK, WORLD_SIZE"
-    size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
+    size = _number(env, "WORLD_SIZE")
     if size == 1:
         return Place(source, "", 1, 0, 0, 1)
     if "JAX_COORDINATOR_ADDRESS" not in env:
@@ -61,15 +61,13 @@ def _torchrun(env: Mapping[str, str]) -> Place | None:
         local_size = _number(env, "LOCAL_WORLD_SIZE")
     else:
         local_size = None if "LOCAL_RANK" in env else 1
-    return Place(source, address, size, rank, local_rank, local_size)
+    return Place(source, address, size, _number(env, "RANK"), local_rank, local_size)
 
 
 def _open_mpi(env: Mapping[str, str]) -> Place | None:
     if "OMPI_COMM_WORLD_SIZE" not in env:
         return None
-    size, rank = _number(env, "OMPI_COMM_WORLD_SIZE"), _number(env, "OMPI_COMM_WORLD_RANK")
-    local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1 if size == 1 else None)
-    local_rank = _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0 if size == 1 else None)
+    size = _number(env, "OMPI_COMM_WORLD_SIZE")
     if size == 1:
         return Place("Open MPI", "", 1, 0, 0, 1)
     address = env.get("JAX_COORDINATOR_ADDRESS")
@@ -86,7 +84,14 @@ def _open_mpi(env: Mapping[str, str]) -> Place | None:
         job, ip4, ip6 = found.groups()
         # Job ids are multiples of 2**12.
         address = _coordinator(env, ip4 or f"[{ip6}]", _port_of_job(int(job) // 4096))
-    return Place("Open MPI", address, size, rank, local_rank, local_size)
+    return Place(
+        "Open MPI",
+        address,
+        size,
+        _number(env, "OMPI_COMM_WORLD_RANK"),
+        _number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    )
 
 
 def _slurm(env: Mapping[str, str]) -> Place | None:

@@ -114,7 +114,16 @@ def test_slurm_gpus_per_process_overrules_the_even_share():
     assert launch_arguments(SLURM, gpus_per_process=4) == arguments(AT, 2, 1, [0, 1, 2, 3])
 
 
+def test_gpus_per_process_within_what_the_launcher_shows():
+    bound = slurm_tasks(4, SLURM_GPUS_PER_TASK="2", CUDA_VISIBLE_DEVICES="0,1")
+    assert launch_arguments(bound, gpus_per_process=2) == arguments(AT, 8, 7)
+    assert launch_arguments(bound, gpus_per_process=1) == arguments(AT, 8, 7, [0])
+
+
 def test_gpus_that_cannot_be_shared_are_an_error():
+    # Eight for each of two, on a host of eight.
+    with pytest.raises(ValueError, match="would take GPUs 8 to 15, but 8 are visible"):
+        launch_arguments(slurm_tasks(2), gpus_per_process=8)
     with pytest.raises(ValueError, match="3 processes on this host cannot share its 8 GPUs"):
         launch_arguments(slurm_tasks(3))
     with pytest.raises(ValueError, match="2 processes on this host cannot share its 1 GPUs"):
