@@ -7,6 +7,7 @@ from sparsejax.data.sources import (
     array_source,
     check_vocab,
     open_source,
+    open_tokenizer,
 )
 from sparsejax.data.tokenizer import ByteTokenizer, HFTokenizer, StreamDecoder, Tokenizer
 from sparsejax.data.windows import Batch, document_arrays
@@ -25,4 +26,5 @@ __all__ = [
     "document_arrays",
     "make_loader",
     "open_source",
+    "open_tokenizer",
 ]

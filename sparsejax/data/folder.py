@@ -69,7 +69,13 @@ def _meta_dtype(meta: dict[str, Any], file: Path) -> np.dtype:
     return np.dtype(known[word])
 
 
-def _open_tokenizer(path: Path, meta: dict[str, Any]) -> Tokenizer:
+def open_folder_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a corpus folder; its tokens are not read.
+
+    Raises:
+        ValueError: no folder of the format, or its tokenizer is missing or does not belong to it.
+    """
+    meta = read_meta(path)
     if meta.get("tokenizer") == BYTE_TOKENIZER:
         return ByteTokenizer()
     file = path / "tokenizer.json"
@@ -136,7 +142,7 @@ def open_folder(path: Path, split: str = "train") -> TokenSource:
             f"{file} has {length} tokens, but meta.json says {entry['tokens']}; the file is "
             f"truncated or of another version"
         )
-    tokenizer = _open_tokenizer(path, meta)
+    tokenizer = open_folder_tokenizer(path)
     tokens = np.memmap(file, dtype=dtype, mode="r")
     expected = meta.get("files", {}).get(file.name, {}).get("sha256")
     if size <= FULL_CHECK_BYTES or expected is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparsejax.data.tokenizer import Tokenizer
+from sparsejax.data.tokenizer import ByteTokenizer, Tokenizer
 
 KNOWN_CORPORA = ("stdlib",)
 
@@ -85,7 +85,7 @@ def array_source(
         eot_id = tokenizer.eot_id if eot_id is None else eot_id
     if vocab_size is None or eot_id is None:
         raise ValueError("give array_source a tokenizer, or both vocab_size and eot_id")
-    tokens = np.asarray(tokens)
+    tokens = np.asanyarray(tokens)  # a memmap stays one
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(
             f"tokens must be a flat array of integers, got {tokens.dtype}{list(tokens.shape)}"
@@ -155,10 +155,30 @@ def open_source(name_or_path: str | Path, split: str = "train") -> TokenSource:
 
     if name_or_path == "stdlib":
         return stdlib.open_stdlib(split)
+    return folder.open_folder(_existing(name_or_path), split)
+
+
+def open_tokenizer(name_or_path: str | Path) -> Tokenizer:
+    """The tokenizer of a corpus, without reading its tokens.
+
+    Args:
+        name_or_path: as for `open_source`.
+
+    Raises:
+        ValueError: the corpus or its tokenizer is missing or damaged.
+    """
+    from sparsejax.data import folder  # it builds a TokenSource
+
+    if name_or_path == "stdlib":
+        return ByteTokenizer()
+    return folder.open_folder_tokenizer(_existing(name_or_path))
+
+
+def _existing(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if not path.exists():
         raise DataNotFoundError(
             f"no corpus {str(name_or_path)!r}: expected one of {', '.join(KNOWN_CORPORA)}, or a "
             f"folder made by experiments/prepare_data.py (no such folder: {path.absolute()})"
         )
-    return folder.open_folder(path, split)
+    return path
