@@ -107,6 +107,10 @@ class Loader:
             raise ValueError(
                 f"the data state stands at step {step}, this loader ends after {self.num_batches}"
             )
+        if saved["worker_count"] == 0 and state["grain"] != {"next_index": step}:
+            raise ValueError(
+                f"data state is damaged: step {step}, but the reader stands at {state['grain']}"
+            )
         self._iterator.set_state(state["grain"])
         self.step = step
 
@@ -128,13 +132,22 @@ class Loader:
         self.close()
 
 
-def _check_arguments(batch_size, seq_len, seed, process_index, process_count, worker_count) -> None:
+def _check_arguments(
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    process_index: int,
+    process_count: int,
+    worker_count: int,
+    num_epochs: int | None,
+) -> None:
     for name, value, least in (
         ("batch_size", batch_size, 1),
         ("seq_len", seq_len, 1),
         ("seed", seed, 0),
         ("process_count", process_count, 1),
         ("worker_count", worker_count, 0),
+        ("num_epochs", 1 if num_epochs is None else num_epochs, 1),
     ):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
@@ -192,7 +205,9 @@ def make_loader(
         ValueError: a corpus shorter than one window, no full batch in it, a batch that does not
             divide among the processes, or a number out of range.
     """
-    _check_arguments(batch_size, seq_len, seed, process_index, process_count, worker_count)
+    _check_arguments(
+        batch_size, seq_len, seed, process_index, process_count, worker_count, num_epochs
+    )
     windows = Windows(source, seq_len)
     if len(windows) == 0:
         raise ValueError(
