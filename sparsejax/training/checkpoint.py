@@ -1,12 +1,5 @@
 """Checkpoints that are proven whole before a run resumes from them; orbax writes the arrays.
 
-Layout of a directory: one folder per step, named by its number, renamed into place when complete.
-
-    100/state/       the arrays, a flat mapping path -> array in orbax's OCDBT format
-    100/meta/        step, extra, and each leaf's shape, dtype and digest, under a SHA-256
-    damaged-100-1/   an earlier folder of step 100, moved aside by a later save, never deleted
-    replaced-100-1/  the same for one that seemed whole
-
 orbax stores no checksum and casts to the dtype it is asked for, so both are checked here: first the
 metadata (damaged: the step before is tried), then config, structure, shapes and dtypes against the
 template (a mismatch is the caller's error), then the digests of the loaded arrays.
@@ -16,11 +9,12 @@ metadata and decides, the others follow. Reading goes without orbax's barriers: 
 process finds damaged makes all of them fall back, instead of leaving the others waiting.
 """
 
+import contextlib
 import dataclasses
+import operator
 import os
-import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,15 +22,16 @@ import jax
 import orbax.checkpoint as ocp
 
 from sparsejax.training import checkpoint_meta, digest
+from sparsejax.training.checkpoint_folder import META, STATE, CheckpointFolder
 from sparsejax.training.checkpoint_meta import LeafMeta, Meta
 from sparsejax.training.checkpoint_read import DamagedError, read_arrays
 from sparsejax.training.processes import from_all_processes, from_process_0
 
 T = TypeVar("T")
 
-_STATE, _META = "state", "meta"
-_META_FILE = "metadata"  # the name that orbax's JSON handler gives the file
-_UNFINISHED = re.compile(r"(0|[1-9]\d*)\.orbax-checkpoint-tmp.*")
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; it does not exist, and those before it stay."""
 
 
 class CheckpointWarning(UserWarning):
@@ -71,16 +66,16 @@ class Checkpointer:
         Args:
             directory: folder for the steps, on a file system that all processes share.
             keep: how many complete checkpoints stay, at least 1.
-            async_save: write in a background thread; the next `save`, `wait` or `close` raises its
-                errors.
+            async_save: write in a background thread, whose errors the next `save`, `wait`,
+                `restore` or `close` raises.
         """
         if keep < 1:
             raise ValueError(f"keep: expected at least 1, got {keep}")
         self.directory = Path(directory).resolve()
+        self._folder = CheckpointFolder(self.directory)
         self._keep = keep
         self._verified: Meta | None = None  # restored by this object
         self._latest: Meta | None = None  # saved or restored last
-        self._damaged: set[int] = set()
         self._saving: int | None = None
         self._async_save = async_save
         self._manager: ocp.CheckpointManager | None = None  # made by the first save
@@ -97,8 +92,9 @@ class Checkpointer:
         """Write `state` and `extra` as the checkpoint of `step`.
 
         Returns once the arrays are copied to host memory: the caller may donate their buffers to
-        the next training step at once. If this object wrote or restored the same arrays at this
-        step last, nothing is written (nor `extra`); anything else that lies there is moved aside.
+        the next training step at once. Afterwards `step` is the newest one: folders of this and
+        later steps are moved aside with a `CheckpointWarning`. Only if this object wrote or
+        restored the same arrays at this step last, nothing is written (nor `extra`).
 
         Args:
             step: number of the checkpoint, >= 0.
@@ -113,10 +109,11 @@ class Checkpointer:
             ValueError: a float leaf or a number in `extra` is not finite (rotation would remove
                 good checkpoints for one that no run should resume from), or `state` has no arrays
                 or leaves that are none.
-            Exception: whatever the previous background write failed with; its step does not exist.
+            CheckpointError: this one, or the one before in the background, could not be written.
         """
         if step < 0:
             raise ValueError(f"step: expected >= 0, got {step}")
+        step = operator.index(step)
         self.wait()
         flat = digest.flat_leaves(state)
         summaries = digest.tree_summaries(state)
@@ -139,16 +136,33 @@ class Checkpointer:
         self._saving, self._latest = step, meta
         # orbax refuses arrays without elements; their shape and dtype in the metadata say it all.
         arrays = {path: leaf for path, leaf in flat.items() if leaf.size}
-        items = {_STATE: ocp.args.PyTreeSave(arrays), _META: ocp.args.JsonSave(encoded)}
+        items = {STATE: ocp.args.PyTreeSave(arrays), META: ocp.args.JsonSave(encoded)}
         # force: after a damaged checkpoint steps may go back, and orbax would skip them.
-        self._open_manager().save(step, args=ocp.args.Composite(**items), force=True)
+        with self._writing():
+            self._open_manager().save(step, args=ocp.args.Composite(**items), force=True)
         return True
 
     def wait(self) -> None:
-        """Block until the checkpoint being written is complete; raise what its writing raised."""
+        """Block until the checkpoint being written is complete.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
         if self._manager is not None:
-            self._manager.wait_until_finished()
+            with self._writing():
+                self._manager.wait_until_finished()
         self._saving = None
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            step, self._saving, self._latest = self._saving, None, None
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {self.directory}, the ones "
+                f"before it stay: {type(error).__name__}: {error}"
+            ) from error
 
     def close(self) -> None:
         """`wait`, and stop the background threads."""
@@ -178,31 +192,23 @@ class Checkpointer:
     def _is_saved_already(self, meta: Meta) -> bool:
         latest = self._latest
         same = latest is not None and (latest.step, latest.leaves) == (meta.step, meta.leaves)
-        return from_process_0(lambda: same and self._is_sound(meta.step))
+        return from_process_0(lambda: same and self._folder.is_sound(meta.step))
 
     def _make_way(self, step: int) -> None:
-        """Move aside what lies where the checkpoint of `step` goes (orbax would delete it)."""
+        """Move aside what lies at `step`, where orbax would delete it, and beyond.
 
-        def move() -> str:
-            path = self._step_path(step)
-            if not path.is_dir():
-                return ""
-            kind = "replaced" if self._is_sound(step) else "damaged"
-            k = 1
-            while (aside := self.directory / f"{kind}-{step}-{k}").exists():
-                k += 1
-            path.rename(aside)
-            return aside.name
-
-        if moved := from_process_0(move):
-            self._warn(f"step {step} is written anew; the folder that had its name is now {moved}")
-        self._damaged.discard(step)
-        if self._verified is not None and self._verified.step == step:
+        Later steps are damaged, or belong to a history that this run has gone back on; left there,
+        they would be what the next run resumes from.
+        """
+        if moved := from_process_0(lambda: self._folder.move_aside(step)):
+            self._warn(f"step {step} is written anew; moved aside to {', '.join(moved)}")
+        self._folder.damaged = {s for s in self._folder.damaged if s < step}
+        if self._verified is not None and self._verified.step >= step:
             self._verified = None
         self._open_manager().reload()
 
     def _steps_to_keep(self, steps: Sequence[int]) -> set[int]:
-        complete = [s for s in steps if s == self._saving or self._is_sound(s)]
+        complete = [s for s in steps if s == self._saving or self._folder.is_sound(s)]
         keep = set(sorted(complete)[-self._keep :]) | (set(steps) - set(complete))
         return keep | ({self._verified.step} if self._verified else set())
 
@@ -210,7 +216,7 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending, without those found damaged."""
-        return [step for step in self._listed_steps() if self._is_sound(step)]
+        return [step for step in self._folder.listed() if self._folder.is_sound(step)]
 
     def latest_step(self) -> int | None:
         """Newest of `all_steps`, None if there is none."""
@@ -223,36 +229,6 @@ class Checkpointer:
             FileNotFoundError: there is no such checkpoint.
         """
         return self._first_sound(step, lambda meta: meta).extra
-
-    def _step_path(self, step: int) -> Path:
-        return self.directory / str(step)
-
-    def _listed_steps(self) -> list[int]:
-        if not self.directory.is_dir():
-            return []
-        names = [entry.name for entry in self.directory.iterdir() if entry.is_dir()]
-        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
-
-    def _read_text(self, step: int) -> tuple[str, str]:
-        """(why `step` cannot be used as far as its metadata tells, the metadata's text)."""
-        folder = self._step_path(step)
-        file = folder / _META / _META_FILE
-        missing = [
-            str(path.relative_to(self.directory))
-            for path in (file, folder / _STATE)
-            if not path.exists()
-        ]
-        if missing:
-            return f"{' and '.join(missing)} missing", ""
-        try:
-            text = file.read_text()
-            checkpoint_meta.decode(text, step=step)
-        except (OSError, ValueError) as error:
-            return f"its metadata cannot be read ({type(error).__name__}: {error})", ""
-        return "", text
-
-    def _is_sound(self, step: int) -> bool:
-        return step not in self._damaged and not self._read_text(step)[0]
 
     # ---- restoring
 
@@ -283,7 +259,8 @@ class Checkpointer:
         self.wait()
         restored, meta = self._restore(template, step, expected_config, prefix="")
         self._verified = self._latest = meta
-        if unfinished := from_process_0(lambda: self._unfinished_after(restored.step)):
+        self._folder.damaged.discard(meta.step)
+        if unfinished := from_process_0(lambda: self._folder.unfinished_after(restored.step)):
             self._warn(
                 f"step {unfinished} was begun and not completed (its save failed, was killed, or "
                 f"still goes on in another run); step {restored.step} is used"
@@ -321,7 +298,7 @@ class Checkpointer:
         arrays: dict[str, jax.Array] = {}
         failure = ""
         try:
-            arrays = read_arrays(self._step_path(meta.step) / _STATE, wanted)
+            arrays = read_arrays(self._folder.step(meta.step) / STATE, wanted)
         except DamagedError as error:
             failure = str(error)
         if failures := [text for text in from_all_processes(failure) if text]:
@@ -333,17 +310,17 @@ class Checkpointer:
 
     def _first_sound(self, step: int | None, use: Callable[[Meta], T]) -> T:
         """`use(meta)` of the newest checkpoint (or of `step`) that turns out whole."""
-        candidates = from_process_0(lambda: self._listed_steps()[::-1] if step is None else [step])
+        candidates = from_process_0(lambda: self._folder.listed()[::-1] if step is None else [step])
         failures: dict[int, str] = {}
         for candidate in candidates:
-            reason, text = from_process_0(lambda c=candidate: self._read_text(c))
+            reason, text = from_process_0(lambda c=candidate: self._folder.read_text(c))
             try:
                 if reason:
                     raise DamagedError(reason)
                 result = use(checkpoint_meta.decode(text, step=candidate))
             except DamagedError as error:
                 failures[candidate] = str(error)
-                self._damaged.add(candidate)
+                self._folder.damaged.add(candidate)
                 continue
             for passed_over, why in failures.items():
                 self._warn(f"step {passed_over} is passed over: {why}; step {candidate} is used")
@@ -354,15 +331,6 @@ class Checkpointer:
             f"no checkpoint in {self.directory} is whole:"
             + "".join(f"\n  step {s}: {why}" for s, why in failures.items())
         )
-
-    def _unfinished_after(self, step: int) -> int | None:
-        """Newest step above `step` of which there is only an unfinished save."""
-        names = [
-            match
-            for entry in self.directory.iterdir()
-            if (match := _UNFINISHED.fullmatch(entry.name))
-        ]
-        return max((int(m[1]) for m in names if int(m[1]) > step), default=None)
 
     def _warn(self, message: str) -> None:
         warnings.warn(
