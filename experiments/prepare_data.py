@@ -44,6 +44,7 @@ def main(args: list[str] | None = None) -> int:
     """Runs the script; returns its exit status."""
     flags = tyro.cli(Flags, args=args, description=__doc__)
     with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
         warnings.showwarning = lambda message, *_, **__: print(
             f"warning: {message}", file=sys.stderr
         )

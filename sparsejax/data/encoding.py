@@ -35,9 +35,7 @@ class Piece(NamedTuple):
     last: bool
 
 
-def cut_text(
-    text: str, tokenizer: ByteTokenizer | HFTokenizer, size: int = _PIECE_CHARACTERS
-) -> Iterator[str]:
+def cut_text(text: str, tokenizer: ByteTokenizer | HFTokenizer, size: int) -> Iterator[str]:
     """Yields pieces of about `size` characters whose ids, joined, are those of the whole text.
 
     A cut is made after the end of a line, where the ids of the text around it come out the same
@@ -68,7 +66,7 @@ def _pieces(
 ) -> Iterator[Piece]:
     for document in documents:
         text = None
-        for piece in cut_text(document.text, tokenizer):
+        for piece in cut_text(document.text, tokenizer, _PIECE_CHARACTERS):
             if text is not None:
                 yield Piece(text, document, last=False)
             text = piece

@@ -40,7 +40,8 @@ class _RoundTrip:
         self.first_loss: str | None = None
 
     def see(self, piece: Piece, ids: np.ndarray) -> None:
-        if self._bytes >= _ROUND_TRIP_BYTES or piece.text is not piece.document.text:
+        whole = len(piece.text) == len(piece.document.text)
+        if not whole or self._bytes >= _ROUND_TRIP_BYTES:
             return
         self._bytes += len(piece.text)
         self.checked += 1
@@ -68,20 +69,20 @@ def _write_splits(
     round_trip: _RoundTrip,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Writes train.bin and val.bin; returns `splits` and `files` of meta.json."""
-    writers = {
-        name: SplitWriter(folder / f"{name}.bin", eot_id, dtype) for name in ("train", "val")
-    }
-    document, writer = None, writers["train"]
-    for piece, ids in pieces:
-        if piece.document is not document:
-            document = piece.document
-            held_out = in_validation(document.text.encode(), val_fraction, seed)
-            writer = writers["val" if held_out else "train"]
-        round_trip.see(piece, ids)
-        writer.write(ids, len(piece.text.encode()), piece.last)
+    with (
+        SplitWriter(folder / "train.bin", eot_id, dtype) as train,
+        SplitWriter(folder / "val.bin", eot_id, dtype) as val,
+    ):
+        document, writer = None, train
+        for piece, ids in pieces:
+            if piece.document is not document:
+                document = piece.document
+                writer = val if in_validation(document.text.encode(), val_fraction, seed) else train
+            round_trip.see(piece, ids)
+            writer.write(ids, len(piece.text.encode()), piece.last)
     splits, files = {}, {}
-    for name, writer in writers.items():
-        split, file = writer.close()
+    for name, writer in (("train", train), ("val", val)):
+        split, file = writer.describe()
         if writer.documents:
             splits[name], files[split["file"]] = split, file
         else:
@@ -179,16 +180,14 @@ def prepare_corpus(
     dtype = token_dtype(main.vocab_size)
     round_trip = _RoundTrip(main)
     size = sum(file.stat().st_size for file in files)
-    with (
-        tqdm(total=size, unit="B", unit_scale=True, disable=not progress) as bar,
-        new_folder(out) as folder,
-    ):
-        documents = _not_empty(files, text_key, bar)
-        pieces = encode_documents(documents, make_tokenizer, dtype, num_workers)
-        with contextlib.closing(pieces):
-            splits, written = _write_splits(
-                folder, pieces, main.eot_id, dtype, val_fraction, seed, round_trip
-            )
+    with new_folder(out) as folder:
+        with tqdm(total=size, unit="B", unit_scale=True, disable=not progress) as bar:
+            documents = _not_empty(files, text_key, bar)
+            pieces = encode_documents(documents, make_tokenizer, dtype, num_workers)
+            with contextlib.closing(pieces):
+                splits, written = _write_splits(
+                    folder, pieces, main.eot_id, dtype, val_fraction, seed, round_trip
+                )
         _check_splits(splits, val_fraction, seed)
         _warn_of_losses(splits, round_trip, end_mark)
         meta = {

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -50,9 +50,14 @@ class SplitWriter:
         self._text_bytes += text_bytes
         self.documents += last
 
-    def close(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Ends the file; returns its entries in `splits` and `files` of meta.json."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._file.close()
+
+    def describe(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The closed file's entries in `splits` and `files` of meta.json."""
         text_tokens = self._tokens - self.documents
         split = {
             "file": self._path.name,
