@@ -260,11 +260,8 @@ class Checkpointer:
         restored, meta = self._restore(template, step, expected_config, prefix="")
         self._verified = self._latest = meta
         self._folder.damaged.discard(meta.step)
-        if unfinished := from_process_0(lambda: self._folder.unfinished_after(restored.step)):
-            self._warn(
-                f"step {unfinished} was begun and not completed (its save failed, was killed, or "
-                f"still goes on in another run); step {restored.step} is used"
-            )
+        if step is None:
+            self._warn_of_unfinished(meta.step)
         return restored
 
     def restore_params(self, template: Any, *, step: int | None = None) -> Restored:
@@ -331,6 +328,13 @@ class Checkpointer:
             f"no checkpoint in {self.directory} is whole:"
             + "".join(f"\n  step {s}: {why}" for s, why in failures.items())
         )
+
+    def _warn_of_unfinished(self, used: int) -> None:
+        if later := from_process_0(lambda: self._folder.unfinished_after(used)):
+            self._warn(
+                f"step {later} was begun and not completed (its save failed, was killed, or still "
+                f"goes on in another run); step {used} is used"
+            )
 
     def _warn(self, message: str) -> None:
         warnings.warn(
