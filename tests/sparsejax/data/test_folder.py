@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from sparsejax.data import HFTokenizer, folder, open_source
+from sparsejax.data import ByteTokenizer, HFTokenizer, folder, open_source, open_tokenizer
 from tests.shared_data import SHARED, needs_shared
 
 
@@ -191,3 +191,14 @@ def test_the_shared_corpus_opens_with_its_published_figures(split, tokens, bytes
     ids = source.tokens[:end].tolist()
     assert source.tokenizer is not None
     assert source.tokenizer.encode(source.tokenizer.decode(ids)) == ids
+
+
+def test_the_tokenizer_opens_without_the_tokens(corpus):
+    (corpus / "train.bin").unlink()
+    tokenizer = open_tokenizer(corpus)
+    assert tokenizer.decode(tokenizer.encode("naïve")) == "naïve"
+    assert isinstance(open_tokenizer("stdlib"), ByteTokenizer)
+    edit_meta(corpus, lambda meta: meta.update(tokenizer="bytes"))
+    assert isinstance(open_tokenizer(corpus), ByteTokenizer)
+    with pytest.raises(ValueError, match="no corpus 'absent'"):
+        open_tokenizer("absent")
