@@ -97,13 +97,14 @@ def _summary(path: str, leaf: jax.Array) -> jax.Array | None:
         mesh, spec = sharding.mesh, sharding.spec
     elif len(sharding.device_set) == 1:
         mesh, spec = Mesh(np.array(list(sharding.device_set)), ("device",)), PartitionSpec()
+        leaf = jax.device_put(leaf, NamedSharding(mesh, spec))  # the same buffer
     else:
         raise ValueError(
             f"leaf {path!r}: expected a NamedSharding or a single device, got {sharding}"
         )
     # The leaf's own mesh: whatever mesh the caller has set may span other devices.
     with jax.set_mesh(mesh):
-        return _compiled(mesh, spec)(jax.device_put(leaf, NamedSharding(mesh, spec)))
+        return _compiled(mesh, spec)(leaf)
 
 
 def _to_host(value: jax.Array | None) -> LeafSummary:
