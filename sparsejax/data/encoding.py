@@ -22,9 +22,9 @@ from sparsejax.data.tokenizer import ByteTokenizer, HFTokenizer
 # Characters per batch: long enough to hide Python's overhead, short enough to share out evenly.
 _BATCH_CHARACTERS = 1 << 18
 # A longer text is encoded in pieces: a tokenizer needs some 100 bytes of memory per token.
-_PIECE_CHARACTERS = 1 << 20
-_CUT_CONTEXT = 1 << 12
-_CUT_ATTEMPTS = 16
+_PIECE_CHARACTERS = 1 << 18
+_CUT_CONTEXT = 1 << 10
+_CUT_ATTEMPTS = 256
 
 
 class Piece(NamedTuple):
@@ -38,9 +38,9 @@ class Piece(NamedTuple):
 def cut_text(text: str, tokenizer: ByteTokenizer | HFTokenizer, size: int) -> Iterator[str]:
     """Yields pieces of about `size` characters whose ids, joined, are those of the whole text.
 
-    A cut is made after the end of a line, where the ids of the text around it come out the same
-    with and without the cut. With a tokenizer that marks the start of a text (SentencePiece) there
-    is no such place, and the text stays whole.
+    A cut is made between two lines, where the ids of the text around it come out the same with and
+    without the cut. With a tokenizer that marks the start of a text (SentencePiece) there is no
+    such place, and the text stays whole.
 
     Args:
         text: the text.
@@ -52,6 +52,8 @@ def cut_text(text: str, tokenizer: ByteTokenizer | HFTokenizer, size: int) -> It
         end = text.find("\n", end) + 1
         if end == 0 or end == len(text):
             break
+        if text[end].isspace() or text[end - 2 : end - 1].isspace():
+            continue  # a tokenizer joins the line's end with the space beside it
         left, right = text[max(start, end - _CUT_CONTEXT) : end], text[end : end + _CUT_CONTEXT]
         if tokenizer.encode(left) + tokenizer.encode(right) == tokenizer.encode(left + right):
             yield text[start:end]

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 import grain
+import numpy as np
 from absl import flags
 
 from sparsejax.data.sources import TokenSource
@@ -57,6 +58,8 @@ class Loader:
             raise ValueError("this Loader is closed; make another with make_loader")
         batch = next(self._iterator)
         self.step += 1
+        if self._identity["worker_count"]:  # views of shared memory, which ends with the worker
+            batch = {key: np.array(array) for key, array in batch.items()}
         return batch
 
     def state(self) -> dict[str, Any]:
