@@ -7,6 +7,7 @@
 """
 
 import dataclasses
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -53,6 +54,9 @@ def main(args: list[str] | None = None) -> int:
         except (ValueError, ImportError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            print("interrupted; nothing was written", file=sys.stderr)
+            return 130
     for name, split in meta["splits"].items():
         print(
             f"{name}: {split['documents']} documents, {split['tokens']} tokens, "
@@ -63,4 +67,6 @@ def main(args: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Unwinds like Ctrl-C, so that the unfinished folder is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

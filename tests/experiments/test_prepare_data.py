@@ -53,6 +53,19 @@ def test_errors_and_warnings_are_one_line(script, tmp_path, capsys):
     assert "\nwarning: no split 'val'" in capsys.readouterr().err
 
 
+def test_interruption_writes_nothing(script, tmp_path, capsys, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("one")
+    monkeypatch.setattr("sparsejax.data.prepare._check_splits", stop)
+    arguments = ["--inputs", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
+    assert script.main([*arguments, "--tokenizer", "bytes"]) == 130
+    assert "interrupted; nothing was written" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 def test_the_script_runs_and_documents_its_flags():
     result = subprocess.run(
         [sys.executable, str(SCRIPT), "--help"],
