@@ -153,7 +153,7 @@ def open_source(name_or_path: str | Path, split: str = "train") -> TokenSource:
     """
     from sparsejax.data import folder, stdlib  # they build a TokenSource
 
-    if name_or_path == "stdlib":
+    if str(name_or_path) == "stdlib":
         return stdlib.open_stdlib(split)
     return folder.open_folder(_existing(name_or_path), split)
 
@@ -169,7 +169,7 @@ def open_tokenizer(name_or_path: str | Path) -> Tokenizer:
     """
     from sparsejax.data import folder  # it builds a TokenSource
 
-    if name_or_path == "stdlib":
+    if str(name_or_path) == "stdlib":
         return ByteTokenizer()
     return folder.open_folder_tokenizer(_existing(name_or_path))
 
