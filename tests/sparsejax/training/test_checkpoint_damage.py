@@ -42,10 +42,10 @@ def bits(tree):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-def save(directory, *steps):
+def save(directory, *steps, rows=64):
     with Checkpointer(directory, keep=len(steps)) as checkpointer:
         for step in steps:
-            checkpointer.save(step, state_at(step), {"loss": 1.5})
+            checkpointer.save(step, state_at(step, rows), {"loss": 1.5})
     return directory
 
 
@@ -165,6 +165,13 @@ def another_steps_arrays(path):
     shutil.copytree(path.parent / "90" / "state", path / "state")
 
 
+def arrays_of_another_shape(path):
+    save(path / "other", 100, rows=32)
+    shutil.rmtree(path / "state")
+    (path / "other" / "100" / "state").rename(path / "state")
+    shutil.rmtree(path / "other")
+
+
 def other_text_under_its_own_hash(path):
     file = path / "meta" / "metadata"
     content = json.loads(file.read_text())
@@ -183,6 +190,7 @@ def other_text_under_its_own_hash(path):
         (lambda path: (path / "meta" / "metadata").unlink(), "100/meta/metadata missing"),
         (another_steps_metadata, "metadata belongs to step 90"),
         (another_steps_arrays, "the bits of params/layer_0/gate, params/layer_1/gate"),
+        (arrays_of_another_shape, r"stored as float32\[32,48\], its metadata says float32\[64,48"),
         (other_text_under_its_own_hash, "does not match its SHA-256"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
