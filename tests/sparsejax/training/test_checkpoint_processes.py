@@ -73,6 +73,26 @@ assert (jax.device_count(), jax.local_device_count()) == (8, 4)
 mesh = jax.make_mesh((4, 2), ("data", "tensor"))
 template = template_of(place(values(0), mesh, P(("tensor", "data"))))
 
+# One lock for the run: the first process takes it, for both.
+from sparsejax.training.workdir import WorkdirLock
+with WorkdirLock(root) as lock:
+    assert (lock._fd is not None) == (index == 0)
+    jax.experimental.multihost_utils.sync_global_devices("locked")
+
+# What the first process sees or fails with reaches the others.
+from sparsejax.training.processes import from_all_processes, from_process_0
+assert from_process_0(lambda: {"seen by": [index, None]}) == {"seen by": [0, None]}
+assert from_all_processes(f"\u00fc{index}") == ["\u00fc0", "\u00fc1"]
+def fail():
+    raise OSError("disk gone")
+try:
+    from_process_0(fail)
+except (OSError, RuntimeError) as error:
+    expected = "disk gone" if index == 0 else "process 0 failed: OSError: disk gone"
+    assert str(error) == expected
+else:
+    raise AssertionError
+
 # What one process saved on another mesh.
 restored = Checkpointer(root + "/single").restore(template)
 assert restored.step == 3 and restored.extra == {"by": "one"}
