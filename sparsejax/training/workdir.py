@@ -55,7 +55,7 @@ class WorkdirLock:
 
     The lock belongs to the open file (`flock`), not to the file's presence: it goes with the
     process, however that ends, and a file left behind by a crash locks nobody out.
-    In a run of several processes only process 0 takes it.
+    In a run of several processes only process 0 takes it: enter after `jax.distributed.initialize`.
 
     Example:
         with WorkdirLock(workdir):
