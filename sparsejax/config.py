@@ -201,6 +201,13 @@ class ModelConfig:
         return tuple(i for i, layer in enumerate(self.layers) if layer.ffn is not None)
 
     @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Indices of the layers whose feed-forward activations can be exact zeros (ReLU)."""
+        return tuple(
+            i for i, layer in enumerate(self.layers) if layer.ffn and layer.ffn.activation == "relu"
+        )
+
+    @property
     def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers that have attention (and so a key/value cache)."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.attention is not None)

@@ -45,19 +45,23 @@ def cross_entropy(
     Raises:
       ValueError: `chunk` is not positive, or dtypes or shapes do not fit.
     """
+    check_arguments("cross_entropy", hidden, weight, targets, chunk)
+    return _cross_entropy(_num_chunks(weight.shape[0], chunk), hidden, weight, targets)
+
+
+def check_arguments(name: str, hidden: Array, weight: Array, targets: Array, chunk: int) -> None:
+    """Raises ValueError, as `name`, unless the arguments of a cross-entropy fit each other."""
     if chunk < 1:
-        raise ValueError(f"cross_entropy: chunk must be positive, got {chunk}")
+        raise ValueError(f"{name}: chunk must be positive, got {chunk}")
     if hidden.dtype != weight.dtype or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
-            f"cross_entropy: hidden {hidden.dtype}{list(hidden.shape)} and weight "
+            f"{name}: hidden {hidden.dtype}{list(hidden.shape)} and weight "
             f"{weight.dtype}{list(weight.shape)} must share dtype and last dimension"
         )
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"cross_entropy: targets must have shape {list(hidden.shape[:-1])}, "
-            f"got {list(targets.shape)}"
+            f"{name}: targets must have shape {list(hidden.shape[:-1])}, got {list(targets.shape)}"
         )
-    return _cross_entropy(_num_chunks(weight.shape[0], chunk), hidden, weight, targets)
 
 
 def _num_chunks(vocab: int, chunk: int) -> int:

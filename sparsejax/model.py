@@ -25,7 +25,8 @@ class FFNStats:
     Attributes:
       l1: (L, B, T) float32, sum over neurons of |h|; differentiable.
       nnz: (L, B, T) int32, active neurons.
-      neuron_nnz: one (F,) int32 per layer, tokens each neuron fires on; empty unless counted.
+      neuron_nnz: one (F,) int32 per layer of `config.sparse_layers`, the tokens each neuron fires
+        on; empty unless counted.
     """
 
     l1: Array

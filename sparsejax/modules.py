@@ -38,7 +38,7 @@ class Options:
     Attributes:
       implementation: engine of `gated_ffn`, None to choose.
       remat: "none", "dots" or "full", see `REMAT_POLICIES`.
-      count_neurons: also count the tokens on which each neuron fires.
+      count_neurons: also count the tokens on which each neuron of a ReLU layer fires.
       fresh_cache: the cache given is empty, so a prompt need not read it (prefill).
     """
 
@@ -140,7 +140,7 @@ class FFN(_Module):
             gate_bias=self.weight("gate_bias", f.d_ff) if f.gate_bias else None,
             activation=f.activation,
             implementation=self.options.implementation,
-            count_neurons=self.options.count_neurons,
+            count_neurons=self.options.count_neurons and f.activation == "relu",
         )
 
 

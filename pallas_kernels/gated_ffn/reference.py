@@ -41,7 +41,7 @@ def is_active(pre: Array) -> Array:
     return jnp.logical_not(pre <= 0)
 
 
-def _pre_activations(x, gate, up, gate_bias) -> tuple[Array, Array | None]:
+def pre_activations(x, gate, up, gate_bias) -> tuple[Array, Array | None]:
     """Returns pre (..., F) and, in the gated form, x up^T (..., F)."""
     if gate is None:
         pre, up_out = jnp.einsum("...d,fd->...f", x, up), None
@@ -66,7 +66,7 @@ def _activation_and_slope(name: str, pre: Array) -> tuple[Array, Array]:
 
 def forward(x, gate, up, down, gate_bias, *, activation: str, count_neurons: bool):
     """h = act(x gate^T + b) * (x up^T); returns (FFNOutput, Residuals)."""
-    pre, up_out = _pre_activations(x, gate, up, gate_bias)
+    pre, up_out = pre_activations(x, gate, up, gate_bias)
     act, _ = _activation_and_slope(activation, pre)
     h = act if up_out is None else act * up_out.astype(jnp.float32)
     active = is_active(pre) if activation == "relu" else h != 0
@@ -97,12 +97,14 @@ def backward(residuals: Residuals, dy: Array, dl1: Array, *, activation: str):
         dx = jnp.einsum("...f,fd->...d", dpre, up)
         dgate, dup = None, jnp.einsum("...f,...d->fd", dpre, x)
     else:
-        # One matmul each for dx and for both weight gradients, as in the forward.
-        both = jnp.stack([dh * u * slope, dh * act], axis=-2).astype(dtype)
-        dpre = both[..., 0, :]
-        dx = jnp.einsum("...cf,cfd->...d", both, jnp.stack([gate, up]))
-        dboth = jnp.einsum("...cf,...d->cfd", both, x)
-        dgate, dup = dboth[0], dboth[1]
+        # Apart, unlike the forward: one matmul over stacked gradients costs 5 to 15 % more here,
+        # since writing the stack reads dh and both pre-activations twice.
+        dpre, dup_out = (dh * u * slope).astype(dtype), (dh * act).astype(dtype)
+        dx = jnp.einsum("...f,fd->...d", dpre, gate, preferred_element_type=jnp.float32)
+        dx += jnp.einsum("...f,fd->...d", dup_out, up, preferred_element_type=jnp.float32)
+        dx = dx.astype(dtype)
+        dgate = jnp.einsum("...f,...d->fd", dpre, x)
+        dup = jnp.einsum("...f,...d->fd", dup_out, x)
     dbias = None
     if gate_bias is not None:
         dbias = jnp.sum(dpre, axis=tokens, dtype=jnp.float32).astype(gate_bias.dtype)

@@ -25,7 +25,8 @@ class TrainConfig:
     """One training run.
 
     Attributes:
-      preset: model, see `sparsejax.presets`; "-dense" and "-nongated" are its variants.
+      preset: model, see `sparsejax.presets`; "-dense" and "-nongated" are its variants. Or a .json
+        file written by `ModelConfig.to_json`.
       data: "stdlib" (the running Python's standard library as bytes), or a folder made by
         experiments/prepare_data.py.
       workdir: where everything is written; None makes a new folder under runs/.
@@ -52,8 +53,8 @@ class TrainConfig:
     preset: str = "tiny"
     data: str = "stdlib"
     workdir: Path | None = None
-    steps: int = 400
-    batch_size: int = 16
+    steps: int = 300
+    batch_size: int = 8
     seq_len: int | None = None
     seed: int = 0
     resume: bool = False
@@ -91,9 +92,14 @@ class TrainConfig:
         """The preset's configuration.
 
         Raises:
-          ValueError: unknown preset (lists the known), or seq_len beyond its context length.
+          ValueError: unknown preset (lists the known), a bad file, or seq_len beyond its context.
         """
-        model = presets.get(self.preset)
+        if self.preset.endswith(".json"):
+            if not Path(self.preset).is_file():
+                raise ValueError(f"preset {self.preset!r}: there is no such file")
+            model = ModelConfig.from_json(Path(self.preset).read_text())
+        else:
+            model = presets.get(self.preset)
         if self.seq_len is not None and self.seq_len > model.context_length:
             raise ValueError(
                 f"seq_len {self.seq_len} exceeds the context length {model.context_length} of "
@@ -107,7 +113,7 @@ class TrainConfig:
             return self
         activations = [layer.ffn.activation for layer in self.model().layers if layer.ffn]
         sparse = "relu" in activations
-        coeff = 0.0 if not sparse else 2e-3 if self.preset.startswith("tiny") else 2e-5
+        coeff = 0.0 if not sparse else 1e-2 if self.preset.startswith("tiny") else 2e-5
         return dataclasses.replace(self, loss=dataclasses.replace(self.loss, l1_coeff=coeff))
 
     def options(self) -> Options:

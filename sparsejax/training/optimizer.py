@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -72,9 +74,9 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     else:
         after = optax.constant_schedule(peak)
     if warmup == 0:
-        return after
+        return _promoting(after)
     ramp = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
-    return optax.join_schedules([ramp, after], [warmup])
+    return _promoting(optax.join_schedules([ramp, after], [warmup]))
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
@@ -86,7 +88,19 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     ]
     if config.clip_norm:
         parts.insert(0, optax.clip_by_global_norm(config.clip_norm))
-    return optax.chain(*parts)
+    chain = optax.chain(*parts)
+    return optax.GradientTransformation(chain.init, _promoting(chain.update))
+
+
+def _promoting(f: Callable[..., Any]) -> Callable[..., Any]:
+    """optax mixes integer step counts with floats, which strict dtype promotion refuses."""
+
+    @functools.wraps(f)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return f(*args, **kwargs)
+
+    return wrapped
 
 
 def zero_rows(opt_state: Any, dead: dict[str, jax.Array]) -> Any:

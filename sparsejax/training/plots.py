@@ -37,7 +37,10 @@ def _plot_nnz(rows: list[Row], steps: list[int], folder: Path) -> Path:
         axes.plot(steps, layers[:, i], color=color, lw=1, label=f"layer {i}" if i < 12 else None)
     axes.plot(steps, [r["nnz"] for r in rows], color="black", lw=2, label="mean", marker=_dot(rows))
     axes.set(xlabel="step", ylabel="active neurons per token", title="Feed-forward activity")
+    # Logarithmic but for the step from 1 to 0, so that a layer that falls silent stays in view.
     axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(0, max(2.0, 1.5 * layers.max(initial=1.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
     return _save(figure, axes, folder / "nnz.png")
 
 

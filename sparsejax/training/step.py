@@ -12,6 +12,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sparsejax import fused_loss
 from sparsejax.config import ModelConfig
 from sparsejax.losses import DEFAULT_CHUNK, cross_entropy, l1_coefficient
 from sparsejax.model import ModelOutput, Options, forward, head_weight
@@ -30,8 +31,8 @@ class LossConfig:
 
     Attributes:
       l1_coeff: coefficient of the sparsity term. None takes 2e-5, the published value for d 2048
-        and tens of thousands of steps; 2e-3 for "tiny" (short runs of small models need 50 to
-        100 times as much); and 0 for dense presets.
+        and tens of thousands of steps; 1e-2 for "tiny" (short runs of small models need 50 to
+        500 times as much); and 0 for dense presets.
       l1_start: updates before the term sets in.
       l1_ramp: updates over which it then grows linearly to l1_coeff.
       vocab_chunk: vocabulary entries whose logits exist at a time.
@@ -84,25 +85,30 @@ def make_train_step(
       nnz, dead_fraction, grad_norm, learning_rate, and nnz_per_layer (L,).
     """
     options = dataclasses.replace(options, count_neurons=True)
+    batch_ways = mesh.shape["data"] * mesh.shape["fsdp"]
     l1_coeff = 2e-5 if loss.l1_coeff is None else loss.l1_coeff
 
     def microbatch_loss(params: Params, batch: Batch, tokens: Array, coeff: Array):
-        out, ce_sum = _cross_entropy_sum(config, params, batch, loss.vocab_chunk, options)
-        # Sums over the whole batch's denominators, so that microbatches add up.
-        rows, layers = batch["tokens"].size * loss.accumulate, max(len(config.ffn_layers), 1)
-        ce, l1 = ce_sum / tokens, jnp.sum(out.stats.l1) / (rows * layers)
+        out = _run(config, params, batch, options)
+        # Everything over the whole batch's denominators, so that microbatches add up.
+        weights = _mask(batch).astype(jnp.float32) / tokens
+        head, targets = head_weight(config, params), batch["targets"]
+        if fused_loss.pays(targets.size // batch_ways, config.vocab_size, loss.vocab_chunk):
+            ce = fused_loss.weighted_cross_entropy(
+                out.hidden, head, targets, weights, chunk=loss.vocab_chunk
+            )
+        else:
+            per_token = cross_entropy(out.hidden, head, targets, chunk=loss.vocab_chunk)
+            ce = jnp.sum(jnp.where(weights > 0, per_token * weights, 0.0))
+        rows, layers = targets.size * loss.accumulate, max(len(config.ffn_layers), 1)
+        l1 = jnp.sum(out.stats.l1) / (rows * layers)
         nnz = jnp.sum(out.stats.nnz.astype(jnp.float32), axis=(1, 2)) / rows
         parts = {"ce": ce, "l1": l1, "nnz_per_layer": nnz, "neuron_nnz": out.stats.neuron_nnz}
         return ce + coeff * l1, parts
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         coeff = l1_coefficient(state.step, l1_coeff, loss.l1_start, loss.l1_ramp)
-        counted = batch["tokens"].size
-        tokens = (
-            jnp.maximum(jnp.sum(batch["loss_mask"], dtype=jnp.float32), 1.0)
-            if "loss_mask" in batch
-            else jnp.float32(counted)
-        )
+        tokens = jnp.maximum(jnp.sum(_mask(batch), dtype=jnp.float32), 1.0)
         grad = jax.grad(microbatch_loss, has_aux=True)
         if loss.accumulate == 1:
             grads, parts = grad(state.params, batch, tokens, coeff)
@@ -123,7 +129,7 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         neuron_nnz = parts.pop("neuron_nnz")
-        dead = {i: count == 0 for i, count in zip(config.ffn_layers, neuron_nnz, strict=True)}
+        dead = {i: count == 0 for i, count in zip(config.sparse_layers, neuron_nnz, strict=True)}
         if loss.revive_dead:
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             params, opt_state = revive(config, params, opt_state, dead, loss.revive_dead, key)
@@ -133,7 +139,7 @@ def make_train_step(
             **parts,
             "nnz": jnp.sum(parts["nnz_per_layer"]) / max(len(config.ffn_layers), 1),
             "dead_fraction": jnp.sum(all_dead, dtype=jnp.float32) / max(all_dead.size, 1),
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
         }
         return TrainState(state.step + 1, params, opt_state), metrics
@@ -154,18 +160,21 @@ def make_eval_step(
     """The jitted `(params, batch) -> sums`: ce_sum, tokens, nnz_sum (L,), over unmasked tokens."""
 
     def evaluate(params: Params, batch: Batch) -> Metrics:
-        out, ce_sum = _cross_entropy_sum(config, params, batch, vocab_chunk, options)
-        mask = batch.get("loss_mask", jnp.ones(batch["tokens"].shape, bool)).astype(jnp.float32)
-        nnz = out.stats.nnz.astype(jnp.float32) * mask
-        return {"ce_sum": ce_sum, "tokens": jnp.sum(mask), "nnz_sum": jnp.sum(nnz, axis=(1, 2))}
+        out, mask = _run(config, params, batch, options), _mask(batch)
+        head = head_weight(config, params)
+        ce = cross_entropy(out.hidden, head, batch["targets"], chunk=vocab_chunk)
+        nnz = jnp.where(mask, out.stats.nnz, 0)
+        return {
+            "ce_sum": jnp.sum(jnp.where(mask, ce, 0.0)),
+            "tokens": jnp.sum(mask, dtype=jnp.float32),
+            "nnz_sum": jnp.sum(nnz, axis=(1, 2), dtype=jnp.float32),
+        }
 
     return jax.jit(evaluate, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-def _cross_entropy_sum(
-    config: ModelConfig, params: Params, batch: Batch, chunk: int, options: Options
-) -> tuple[ModelOutput, Array]:
-    out = forward(
+def _run(config: ModelConfig, params: Params, batch: Batch, options: Options) -> ModelOutput:
+    return forward(
         config,
         params,
         batch["tokens"],
@@ -173,7 +182,7 @@ def _cross_entropy_sum(
         segment_ids=batch.get("segment_ids"),
         options=options,
     )
-    ce = cross_entropy(out.hidden, head_weight(config, params), batch["targets"], chunk=chunk)
-    if "loss_mask" in batch:
-        ce = jnp.where(batch["loss_mask"], ce, 0.0)
-    return out, jnp.sum(ce)
+
+
+def _mask(batch: Batch) -> Array:
+    return batch.get("loss_mask", jnp.ones(batch["targets"].shape, bool))
