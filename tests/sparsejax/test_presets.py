@@ -91,7 +91,7 @@ def test_unknown_name_lists_the_known_ones(name):
 
 
 def test_unknown_name_suggests_a_close_one():
-    with pytest.raises(ValueError, match="did you mean 'llama-3.1-8b'"):
+    with pytest.raises(ValueError, match=r"did you mean 'llama-3.1-8b'"):
         presets.get("llama-3.1-8B")
 
 
