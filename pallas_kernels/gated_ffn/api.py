@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import dispatch
-from pallas_kernels.gated_ffn import reference
+from pallas_kernels.gated_ffn import pallas_triton, reference
+from pallas_kernels.gated_ffn.config import FFNConfig
 from pallas_kernels.gated_ffn.output import ACTIVATIONS, FFNOutput
 
 
@@ -20,9 +20,10 @@ class _Call:
     """The static part of one call (hashable: it is a non-differentiated argument)."""
 
     engine: str
+    vjp_engine: str
     activation: str
     count_neurons: bool
-    config: Any
+    config: FFNConfig | None
 
 
 def gated_ffn(
@@ -34,7 +35,7 @@ def gated_ffn(
     gate_bias: Array | None = None,
     activation: str = "relu",
     implementation: str | None = None,
-    config: Any = None,
+    config: FFNConfig | None = None,
     count_neurons: bool = False,
 ) -> FFNOutput:
     """y = h down with h = act(x gate^T + gate_bias) * (x up^T), for x (..., D) and weights (F, D).
@@ -54,8 +55,10 @@ def gated_ffn(
       down: (F, D), dtype of x.
       gate_bias: optional (F,), dtype of x, added to the pre-activation.
       activation: "relu" (sparse) or "silu" / "gelu" (dense engine only).
-      implementation: "xla" or None (choose by static predicates).
-      config: launch configuration of the chosen engine; None takes its tuned default.
+      implementation: "triton" (sparse, on CUDA), "xla" (dense) or None: triton where it can run,
+        and xla under differentiation, because the triton engine's backward pass is the dense one
+        after a recomputation of both projections.
+      config: launch configuration of the triton engine; None takes its tuned default.
       count_neurons: also return `neuron_nnz`, the number of tokens on which each neuron fires.
 
     Returns:
@@ -68,23 +71,45 @@ def gated_ffn(
     Source: gated ReLU feed-forward with L1, arXiv 2603.23198; GLU variants, arXiv 2002.05202.
     """
     _validate(x, gate, up, down, gate_bias, activation)
-    engine = dispatch.select("gated_ffn", implementation, {"xla": None})
-    call = _Call(engine, activation, count_neurons, config)
+    reasons = {"triton": pallas_triton.unsupported(x, up, activation), "xla": None}
+    engine = dispatch.select("gated_ffn", implementation, reasons)
+    vjp_engine = "xla" if implementation is None else engine
+    call = _Call(engine, vjp_engine, activation, count_neurons, config)
     return _gated_ffn(call, x, gate, up, down, gate_bias)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated_ffn(call: _Call, x, gate, up, down, gate_bias) -> FFNOutput:
-    return _forward(call, x, gate, up, down, gate_bias)[0]
+    return _run(call.engine, call, x, gate, up, down, gate_bias)[0]
+
+
+def _run(engine: str, call: _Call, x, gate, up, down, gate_bias):
+    """(FFNOutput, what `_backward` needs)."""
+    if engine == "xla":
+        return reference.forward(
+            x,
+            gate,
+            up,
+            down,
+            gate_bias,
+            activation=call.activation,
+            count_neurons=call.count_neurons,
+        )
+    output = pallas_triton.forward(
+        x, gate, up, down, gate_bias, count_neurons=call.count_neurons, config=call.config
+    )
+    return output, (x, gate, up, down, gate_bias)
 
 
 def _forward(call: _Call, x, gate, up, down, gate_bias):
-    return reference.forward(
-        x, gate, up, down, gate_bias, activation=call.activation, count_neurons=call.count_neurons
-    )
+    return _run(call.vjp_engine, call, x, gate, up, down, gate_bias)
 
 
 def _backward(call: _Call, residuals, cotangent: FFNOutput):
+    if call.vjp_engine != "xla":
+        x, gate, up, down, gate_bias = residuals
+        pre, up_out = reference.pre_activations(x, gate, up, gate_bias)
+        residuals = reference.Residuals(x, gate, up, down, gate_bias, pre, up_out)
     # nnz and neuron_nnz are integers: their cotangents are float0 and carry nothing.
     return reference.backward(residuals, cotangent.y, cotangent.l1, activation=call.activation)
 

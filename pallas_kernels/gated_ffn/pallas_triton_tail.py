@@ -1,0 +1,194 @@
+"""Dense tail: tensor-core matmuls over the rows that are too long to walk, 0 to all of them.
+
+How many rows there are is known on the device only. The three kernels are persistent: a fixed
+number of programs shares work whose amount they read from device memory, so an empty tail costs
+three launches that return at once and no value travels to the host, where a `lax.cond` would wait
+18 us for one. Rows are gathered by number on load and scattered on store.
+
+The product with the pre-activations, l1 and nnz have a kernel of their own between the matmuls. In
+the up matmul's epilogue they cost more than the pass over memory that it saves: that kernel took
+0.80 ms with them and 0.66 without the two sums (16,384 rows, D = 2048, F = 5632, one H200), where
+the matmul itself needs 0.5, and carrying the tile as two halves to spare registers did not help.
+
+Numerics: products accumulate in float32; u = x up^T and h round to x's dtype, as in the dense
+engine; l1 adds unrounded h. Order of summation is fixed.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import _triton as tl
+from pallas_kernels.tuning import MatmulTile
+
+_ROW_PROGRAMS = 8  # programs of the elementwise kernel per multiprocessor
+_ROW_CHUNK = 2048
+
+
+def _my_share(total, body):
+    """Calls body(i) for this program's share of 0 .. total - 1."""
+    program, programs = pl.program_id(0), pl.num_programs(0)
+
+    def step(i, carry):
+        body(program + i * programs)
+        return carry
+
+    lax.fori_loop(0, (total - program + programs - 1) // programs, step, 0)
+
+
+def _for_each_tile(count, rows, column_tiles, group, tile):
+    """Calls tile(row_tile, column_tile) for this program's share, `group` row tiles together."""
+    row_tiles = (count + rows - 1) // rows
+
+    def one(index):
+        first = index // (group * column_tiles) * group
+        height = jnp.minimum(row_tiles - first, group)
+        within = index % (group * column_tiles)
+        tile(first + within % height, within // height)
+
+    _my_share(row_tiles * column_tiles, one)
+
+
+def _up_kernel(count_ref, rows_ref, x_ref, up_ref, u_ref, *, tile, depth):
+    """u[slot] = x[rows[slot]] up^T."""
+    count = count_ref[0]
+    features, padded = up_ref.shape[0], u_ref.shape[1]
+
+    def one(row_tile, column_tile):
+        slot = row_tile * tile.rows + lax.broadcasted_iota(jnp.int32, (tile.rows,), 0)
+        live = slot < count
+        rows = tl.load(rows_ref.at[slot], mask=live, other=0)
+        column = column_tile * tile.columns + lax.broadcasted_iota(jnp.int32, (tile.columns,), 0)
+        neuron = jnp.minimum(column, features - 1) if features % tile.columns else column
+
+        def step(k, acc):
+            a, b = (
+                ref[index, pl.ds(k * depth, depth)]
+                for ref, index in ((x_ref, rows), (up_ref, neuron))
+            )
+            return acc + tl.dot(a, b, trans_b=True)
+
+        zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+        u = lax.fori_loop(0, x_ref.shape[1] // depth, step, zeros)
+        mask = live[:, None] & (column < padded)[None, :]
+        here = u_ref.at[slot[:, None], column[None, :]]
+        tl.store(here, u.astype(u_ref.dtype), mask=mask)
+
+    _for_each_tile(count, tile.rows, pl.cdiv(padded, tile.columns), tile.group, one)
+
+
+def _hidden_kernel(count_ref, rows_ref, pre_ref, *refs, gated):
+    """h[slot] = relu(pre[rows[slot]]) * u[slot] in u's place; l1 and nnz of the row."""
+    l1_ref, nnz_ref, h_ref = refs[-3:]
+    features, padded = pre_ref.shape[1], h_ref.shape[1]
+    chunk = min(_ROW_CHUNK, max(32, pl.next_power_of_2(padded)))
+
+    def one(slot):
+        row = rows_ref[slot]
+
+        def step(k, carry):
+            l1, nnz = carry
+            column = k * chunk + lax.broadcasted_iota(jnp.int32, (chunk,), 0)
+            mask = column < features
+            pre = tl.load(pre_ref.at[row, column], mask=mask, other=-1.0).astype(jnp.float32)
+            active = tl.is_active(pre)
+            h = pre
+            if gated:
+                u = tl.load(h_ref.at[slot, column], mask=mask, other=0.0)
+                h = pre * u.astype(jnp.float32)
+            h = jnp.where(active, h, 0.0)
+            tl.store(h_ref.at[slot, column], h.astype(h_ref.dtype), mask=column < padded)
+            return l1 + jnp.sum(jnp.abs(h)), nnz + jnp.sum(active.astype(jnp.int32))
+
+        start = (jnp.float32(0), jnp.int32(0))
+        l1_ref[row], nnz_ref[row] = lax.fori_loop(0, pl.cdiv(padded, chunk), step, start)
+
+    _my_share(count_ref[0], one)
+
+
+def _down_kernel(count_ref, rows_ref, h_ref, down_ref, _y, y_ref, *, tile, columns, depth):
+    """y[rows[slot]] = h[slot] down."""
+    count = count_ref[0]
+    tokens = y_ref.shape[0]
+    features, width = down_ref.shape
+    padded = h_ref.shape[1]
+
+    def one(row_tile, column_tile):
+        slot = row_tile * tile.rows + lax.broadcasted_iota(jnp.int32, (tile.rows,), 0)
+        live = slot < count
+        safe = jnp.where(live, slot, 0)
+        # Lanes past the end get an index of their own, out of bounds, never a live row's.
+        rows = tl.load(rows_ref.at[slot], mask=live, other=tokens)
+
+        def step(k, acc):
+            neuron = k * depth + lax.broadcasted_iota(jnp.int32, (depth,), 0)
+            if padded != features:  # h is zero there
+                neuron = jnp.minimum(neuron, features - 1)
+            a = h_ref[safe, pl.ds(k * depth, depth)]
+            return acc + tl.dot(a, down_ref[neuron, pl.ds(column_tile * columns, columns)])
+
+        zeros = jnp.zeros((tile.rows, columns), jnp.float32)
+        y = lax.fori_loop(0, padded // depth, step, zeros)
+        column = column_tile * columns + lax.broadcasted_iota(jnp.int32, (columns,), 0)
+        here = y_ref.at[rows[:, None], column[None, :]]
+        tl.store(here, y.astype(y_ref.dtype), mask=live[:, None])
+
+    _for_each_tile(count, tile.rows, width // columns, tile.group, one)
+
+
+def tail(
+    count: Array,
+    rows: Array,
+    x: Array,
+    pre: Array,
+    up: Array,
+    down: Array,
+    y: Array,
+    l1: Array,
+    nnz: Array,
+    *,
+    gated: bool,
+    up_tile: MatmulTile,
+    down_tile: MatmulTile,
+    programs: int,
+) -> list[Array]:
+    """Writes y, l1 and nnz of rows[:count] into the given arrays (in place); the rest is kept."""
+    tokens, width = x.shape
+    padded = pl.cdiv(pre.shape[1], down_tile.depth) * down_tile.depth
+    hidden = jax.ShapeDtypeStruct((tokens, padded), x.dtype)
+    products = []
+    if gated:
+        depth = min(up_tile.depth, width & -width)
+        products = tl.pallas_call(
+            functools.partial(_up_kernel, tile=up_tile, depth=depth),
+            name="gated_ffn_tail_up",
+            grid=(programs,),
+            out_shape=[hidden],
+            num_warps=up_tile.warps,
+            num_stages=up_tile.stages,
+        )(count, rows, x, up)
+    l1, nnz, h = tl.pallas_call(
+        functools.partial(_hidden_kernel, gated=gated),
+        name="gated_ffn_tail_hidden",
+        grid=(programs * _ROW_PROGRAMS,),
+        out_shape=[*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (l1, nnz)), hidden],
+        num_warps=4,
+        num_stages=1,
+        aliases={3: 0, 4: 1} | ({5: 2} if gated else {}),
+    )(count, rows, pre, l1, nnz, *products)
+    columns = min(down_tile.columns, width & -width)
+    [y] = tl.pallas_call(
+        functools.partial(_down_kernel, tile=down_tile, columns=columns, depth=down_tile.depth),
+        name="gated_ffn_tail_down",
+        grid=(programs,),
+        out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype)],
+        num_warps=down_tile.warps,
+        num_stages=down_tile.stages,
+        aliases={4: 0},
+    )(count, rows, h, down, y)
+    return [y, l1, nnz]
