@@ -91,6 +91,7 @@ def test_frozen():
 def test_layer_lists():
     assert ODD.num_layers == 4
     assert ODD.ffn_layers == (0, 3)
+    assert ODD.sparse_layers == (3,)
     assert ODD.attention_layers == (1, 3)
 
 

@@ -238,7 +238,9 @@ def compiled(sizes):
             out_shardings=(None, shardings),
         )
         tokens = jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32)
-        return grad.lower(shapes, tokens).compile(), shardings, batch_sharding(mesh)
+        # LLVM's optimisations cost half the compile time and matter to no assertion here.
+        program = grad.lower(shapes, tokens).compile({"xla_backend_optimization_level": 0})
+        return program, shardings, batch_sharding(mesh)
 
 
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
