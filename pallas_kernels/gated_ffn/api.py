@@ -55,9 +55,10 @@ def gated_ffn(
       down: (F, D), dtype of x.
       gate_bias: optional (F,), dtype of x, added to the pre-activation.
       activation: "relu" (sparse) or "silu" / "gelu" (dense engine only).
-      implementation: "triton" (sparse, on CUDA), "xla" (dense) or None: triton where it can run,
-        and xla under differentiation, because the triton engine's backward pass is the dense one
-        after a recomputation of both projections.
+      implementation: "triton" (sparse, on CUDA), "xla" (dense) or None: triton where it can run
+        and pays (not between 33 and 1,023 tokens), xla under differentiation, because the triton
+        engine's backward pass is the dense one after a recomputation of both projections. Arrays
+        sharded over a mesh belong in `jax.shard_map`: nothing partitions the kernels.
       config: launch configuration of the triton engine; None takes its tuned default.
       count_neurons: also return `neuron_nnz`, the number of tokens on which each neuron fires.
 
@@ -71,7 +72,10 @@ def gated_ffn(
     Source: gated ReLU feed-forward with L1, arXiv 2603.23198; GLU variants, arXiv 2002.05202.
     """
     _validate(x, gate, up, down, gate_bias, activation)
-    reasons = {"triton": pallas_triton.unsupported(x, up, activation), "xla": None}
+    reason = pallas_triton.unsupported(x, up, activation)
+    if reason is None and implementation is None:
+        reason = pallas_triton.slower_than_dense(x)
+    reasons = {"triton": reason, "xla": None}
     engine = dispatch.select("gated_ffn", implementation, reasons)
     vjp_engine = "xla" if implementation is None else engine
     call = _Call(engine, vjp_engine, activation, count_neurons, config)

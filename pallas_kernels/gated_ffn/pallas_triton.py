@@ -14,6 +14,8 @@ The backward pass is the dense engine's, from recomputed pre-activations.
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -26,6 +28,12 @@ from pallas_kernels.gated_ffn.output import FFNOutput
 
 _DTYPES = ("bfloat16", "float32")
 _SAMPLE = 256  # rows
+
+# Decoding 64 tokens was measured slower than dense (56 against 32 us), 1 token faster. Between
+# there and the second number the walk's launches and latency (estimated from its parts, 50 us)
+# outlast the dense layer.
+DECODE_PAYS_TO = 32
+WALK_PAYS_FROM = 1024
 
 
 def unsupported(x: Array, up: Array, activation: str) -> str | None:
@@ -40,6 +48,14 @@ def unsupported(x: Array, up: Array, activation: str) -> str | None:
         return f"empty operand: x {list(x.shape)}, up {list(up.shape)}"
     if not dispatch.interpreting() and not tl.on_cuda():
         return "it needs a CUDA device (or `with pallas_kernels.interpret():` in tests)"
+    return None
+
+
+def slower_than_dense(x: Array) -> str | None:
+    """Why the dense engine is the better choice for this many tokens, or None."""
+    tokens = math.prod(x.shape[:-1])
+    if DECODE_PAYS_TO < tokens < WALK_PAYS_FROM:
+        return f"{tokens} tokens are too many to decode and too few to fill the chip with a walk"
     return None
 
 

@@ -1,0 +1,109 @@
+"""Every kernel lowers for CUDA without a GPU; the engine asked for is the one in the program."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from pallas_kernels import FFNConfig, PackConfig, UnsupportedError, gated_ffn, pack_matmul
+from pallas_kernels.testing import assert_kernels, lower_for_cuda
+from pallas_kernels.tuning import FLOAT32_TILE, HOPPER_TILE, MatmulTile, matmul_tile
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+WALK = ("gated_ffn_lists", "gated_ffn_walk", "gated_ffn_tail_hidden", "gated_ffn_tail_down")
+DECODE = ("gated_ffn_decode_hidden", "gated_ffn_decode_down")
+
+
+def shapes(tokens, width, features, dtype=jnp.bfloat16):
+    x = jax.ShapeDtypeStruct((tokens, width), dtype)
+    return x, *[jax.ShapeDtypeStruct((features, width), dtype)] * 3
+
+
+@pytest.mark.parametrize("width", [768, 1024, 1536, 2048, 2560, 4096, 5120, 8192, 1040])
+def test_every_width_lowers(width):
+    text = lower_for_cuda(
+        lambda *a: gated_ffn(*a, implementation="triton"), *shapes(2048, width, 1001)
+    )
+    assert_kernels(text, *WALK, "gated_ffn_tail_up")
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 33, 64])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_decode_lowers(tokens, dtype):
+    text = lower_for_cuda(
+        lambda *a: gated_ffn(*a, implementation="triton"), *shapes(tokens, 2560, 777, dtype)
+    )
+    assert_kernels(text, *DECODE)
+
+
+def test_float32_bias_and_not_gated_lower():
+    x, _, up, down = shapes(300, 768, 513, jnp.float32)
+    bias = jax.ShapeDtypeStruct((513,), jnp.float32)
+
+    def op(x, up, down, bias):
+        return gated_ffn(x, None, up, down, gate_bias=bias, implementation="triton")
+
+    text = lower_for_cuda(op, x, up, down, bias)
+    assert_kernels(text, *WALK)
+    with pytest.raises(AssertionError, match="gated_ffn_tail_up"):
+        assert_kernels(text, "gated_ffn_tail_up")
+
+
+@pytest.mark.parametrize("method", ["bits", "direct"])
+def test_pack_matmul_lowers(method):
+    x, w, *_ = shapes(1000, 768, 1000)
+    config = PackConfig(method=method)
+    text = lower_for_cuda(
+        lambda x, w: pack_matmul(x, w, implementation="triton", config=config), x, w
+    )
+    names = {"bits": ("pack_matmul_bits", "pack_matmul_expand"), "direct": ("pack_matmul_direct",)}
+    assert_kernels(text, *names[method])
+
+
+def test_default_engine_follows_tokens_and_differentiation():
+    def default(*a):
+        return gated_ffn(*a)
+
+    assert_kernels(lower_for_cuda(default, *shapes(1, 2048, 5632)), *DECODE)
+    assert_kernels(lower_for_cuda(default, *shapes(16384, 2048, 5632)), *WALK)
+    between = lower_for_cuda(default, *shapes(256, 2048, 5632))
+    assert "gated_ffn_" not in between
+
+    def loss(*a):
+        return jnp.sum(gated_ffn(*a).y.astype(jnp.float32))
+
+    assert "gated_ffn_" not in lower_for_cuda(jax.grad(loss), *shapes(16384, 2048, 5632))
+
+    def asked(*a):
+        return jnp.sum(gated_ffn(*a, implementation="triton").y.astype(jnp.float32))
+
+    assert_kernels(lower_for_cuda(jax.grad(asked), *shapes(16384, 2048, 5632)), *WALK)
+
+
+def test_what_cannot_run_says_why():
+    x, w = jnp.zeros((4, 32)), jnp.zeros((64, 32))
+    half = [a.astype(jnp.float16) for a in (x, w, w, w)]
+    with pytest.raises(UnsupportedError, match="needs a CUDA device"):
+        gated_ffn(x, w, w, w, implementation="triton")
+    with pallas_kernels.interpret():
+        with pytest.raises(UnsupportedError, match="'silu' makes no zeros"):
+            gated_ffn(x, w, w, w, activation="silu", implementation="triton")
+        with pytest.raises(UnsupportedError, match="float16 is not one of"):
+            gated_ffn(*half, implementation="triton")
+        with pytest.raises(UnsupportedError, match="multiple of 16, got 20"):
+            gated_ffn(x[:, :20], *[w[:, :20]] * 3, implementation="triton")
+        with pytest.raises(UnsupportedError, match="empty operand"):
+            gated_ffn(x[:0], w, w, w, implementation="triton")
+
+
+@pytest.mark.parametrize("limit", [65_536, 101_376, 166_912, 232_448])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_stay_inside_shared_memory(limit, itemsize):
+    for tile in (HOPPER_TILE, FLOAT32_TILE, MatmulTile(256, 256, 128, 8, 4, 8)):
+        fitted = tile.fit(itemsize, limit)
+        assert fitted.shared_memory(itemsize) <= limit
+        if tile.shared_memory(itemsize) <= limit:
+            assert fitted == tile
+    assert matmul_tile(itemsize).shared_memory(itemsize) <= 232_448
+    assert FFNConfig().tail_up == HOPPER_TILE
