@@ -68,7 +68,11 @@ def tree_summaries(tree: Any) -> dict[str, LeafSummary]:
             raise ValueError(
                 f"leaf {path!r}: expected a jax.Array, got {type(leaf).__name__}; use jnp.asarray"
             )
-        pending[path] = _summary(path, leaf)  # dispatched; nothing waits here
+        pending[path] = _summary(path, leaf)  # dispatched; on a GPU nothing waits here
+        if jax.default_backend() == "cpu":
+            # Host devices share a pool of as many threads: two independent programs with a psum in
+            # flight can hold all of them, each waiting for a device that the other one blocks.
+            jax.block_until_ready(pending[path])
     return {path: _to_host(value) for path, value in pending.items()}
 
 

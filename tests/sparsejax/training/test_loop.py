@@ -1,0 +1,219 @@
+"""Whole runs of a very small model: exact resume, what is written, what is refused."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from sparsejax import MeshConfig, presets
+from sparsejax.params import flatten
+from sparsejax.training.checkpoint import Checkpointer, CheckpointWarning
+from sparsejax.training.config import TrainConfig
+from sparsejax.training.loop import NonFiniteLossError, train
+from sparsejax.training.metrics import read_rows
+from sparsejax.training.optimizer import OptimizerConfig
+from sparsejax.training.run import prepare
+from sparsejax.training.step import LossConfig
+from sparsejax.training.workdir import WorkdirInUseError, WorkdirLock
+
+KEYS = {
+    "step", "loss", "ce", "l1", "nnz", "nnz_per_layer", "dead_fraction", "grad_norm",
+    "learning_rate", "tokens_per_s",
+}  # fmt: skip
+
+
+def config(micro_file, workdir, **changes) -> TrainConfig:
+    base = TrainConfig(
+        preset=micro_file,
+        workdir=workdir,
+        steps=20,
+        seq_len=16,
+        log_every=1,
+        eval_batches=2,
+        checkpoint_every=5,
+        loss=LossConfig(l1_coeff=0.01, revive_dead=0.1),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def final_state(run_config):
+    run = prepare(run_config)
+    with Checkpointer(run.workdir.checkpoints) as checkpointer:
+        return checkpointer.restore(run.template)
+
+
+@pytest.fixture(scope="module")
+def unbroken(micro_file, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("unbroken")
+    return config(micro_file, workdir), train(config(micro_file, workdir))
+
+
+@pytest.fixture(scope="module")
+def stopped(micro_file, tmp_path_factory):
+    """Stopped at step 10 of 20, not yet resumed."""
+    workdir = tmp_path_factory.mktemp("stopped")
+    return config(micro_file, workdir), train(config(micro_file, workdir, stop_at=10))
+
+
+def rows_without_speed(workdir):
+    return [{k: v for k, v in row.items() if k != "tokens_per_s"} for row in read_rows(workdir)]
+
+
+def test_a_run_writes_what_it_says(unbroken):
+    run, summary = unbroken
+    rows = read_rows(run.workdir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert all(set(row) == KEYS for row in rows)
+    assert len(rows[0]["nnz_per_layer"]) == 2
+    assert rows[-1]["ce"] < rows[0]["ce"]
+    assert summary["status"] == "finished" and summary["step"] == 20
+    assert summary["tokens"] == 20 * 8 * 16
+    assert json.loads((run.workdir / "summary.json").read_text())["last"] == rows[-1]
+    held_out = summary["held_out"]
+    assert held_out["tokens"] == 2 * 8 * 16
+    assert held_out["bits_per_byte"] == pytest.approx(held_out["ce"] / np.log(2), rel=0.01)
+    saved = json.loads((run.workdir / "config.json").read_text())
+    assert saved["config"] == run.model().to_dict()
+    assert {p.name for p in (run.workdir / "plots").iterdir()} == {"loss.png", "nnz.png"}
+
+
+def test_stopping_and_resuming_gives_the_same_bits(unbroken, stopped):
+    run, first_half = stopped
+    assert (first_half["status"], first_half["step"]) == ("stopped", 10)
+    summary = train(dataclasses.replace(run, resume=True))
+    assert (summary["status"], summary["step"]) == ("finished", 20)
+    whole, _ = unbroken
+    metrics = (run.workdir / "metrics.jsonl", whole.workdir / "metrics.jsonl")
+    assert rows_without_speed(metrics[0]) == rows_without_speed(metrics[1])
+    ours, theirs = (flatten(final_state(c).state) for c in (run, whole))
+    assert list(ours) == list(theirs)
+    for path in ours:
+        np.testing.assert_array_equal(ours[path], theirs[path], err_msg=path)
+    # A finished run that is resumed has nothing to do and changes nothing.
+    assert train(dataclasses.replace(run, resume=True))["step"] == 20
+    assert rows_without_speed(metrics[0]) == rows_without_speed(metrics[1])
+
+
+def test_a_truncated_checkpoint_falls_back_and_nothing_is_lost(unbroken, micro_file, tmp_path):
+    run = config(micro_file, tmp_path / "run")
+    train(dataclasses.replace(run, stop_at=10))
+    newest = run.workdir / "checkpoints" / "10" / "state"
+    for file in [p for p in newest.rglob("*") if p.is_file() and p.stat().st_size > 4096]:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.warns(CheckpointWarning, match="10"):
+        summary = train(dataclasses.replace(run, resume=True))
+    assert summary["step"] == 20
+    whole, _ = unbroken
+    assert rows_without_speed(run.workdir / "metrics.jsonl") == rows_without_speed(
+        whole.workdir / "metrics.jsonl"
+    )
+
+
+def test_resuming_on_another_mesh_continues_the_losses(unbroken, micro_file, tmp_path):
+    run = config(micro_file, tmp_path / "run", mesh=MeshConfig(2, 2, 2))
+    train(dataclasses.replace(run, stop_at=10))
+    train(dataclasses.replace(run, resume=True, mesh=MeshConfig(1, 2, 4)))
+    ours = read_rows(run.workdir / "metrics.jsonl")
+    theirs = read_rows(unbroken[0].workdir / "metrics.jsonl")
+    np.testing.assert_allclose(
+        [row["loss"] for row in ours], [row["loss"] for row in theirs], rtol=1e-4
+    )
+
+
+def test_a_resume_under_another_model_names_the_leaf(stopped, micro, tmp_path):
+    run, _ = stopped
+    layer = micro.layers[0]
+    other = micro.replace(
+        layers=(layer, dataclasses.replace(layer, ffn=dataclasses.replace(layer.ffn, d_ff=96)))
+    )
+    path = tmp_path / "other.json"
+    path.write_text(other.to_json())
+    with pytest.raises(ValueError, match=r"layers\[1\]\.ffn\.d_ff.*(64|96).*(64|96)"):
+        train(dataclasses.replace(run, preset=str(path), resume=True))
+
+
+def test_a_resume_with_another_batch_or_text_is_refused(stopped):
+    run, _ = stopped
+    with pytest.raises(ValueError, match="batch_size: saved 8, now 16"):
+        train(dataclasses.replace(run, batch_size=16, resume=True))
+
+
+def test_a_non_finite_loss_stops_and_names_the_last_good_checkpoint(micro_file, tmp_path):
+    run = config(
+        micro_file,
+        tmp_path / "run",
+        checkpoint_every=1,
+        optimizer=OptimizerConfig(learning_rate=1e30, schedule="constant", warmup_steps=0),
+    )
+    with pytest.raises(NonFiniteLossError, match=r"step 2: loss .*last good checkpoint: step 1 in"):
+        train(run)
+    saved = [p.name for p in (run.workdir / "checkpoints").iterdir() if p.name.isdigit()]
+    assert saved == ["1"]
+    assert all(np.isfinite(row["loss"]) for row in read_rows(run.workdir / "metrics.jsonl"))
+
+
+def test_workdirs_are_not_mixed(stopped, micro_file, tmp_path):
+    run, _ = stopped
+    with pytest.raises(ValueError, match="already holds a run; pass --resume"):
+        train(run)
+    with pytest.raises(FileNotFoundError, match="holds no run to resume"):
+        train(config(micro_file, tmp_path / "nothing", resume=True))
+    with WorkdirLock(run.workdir), pytest.raises(WorkdirInUseError):
+        train(dataclasses.replace(run, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "3b"}, "known presets: tiny, "),
+        ({"preset": "absent.json"}, "no such file"),
+        ({"seq_len": 64}, "exceeds the context length 32"),
+        ({"batch_size": 12}, "batch size 12 must be a multiple of data x fsdp = 8"),
+        ({"mesh": MeshConfig(3, 1, 1)}, "must multiply to the number of devices, 8"),
+        ({"mesh": MeshConfig(1, 1, 8)}, "layer_0/attn/k: dimension 1 of size 4 does not divide"),
+        ({"data": "/absent/folder"}, "/absent/folder"),
+        ({"implementation": "cuda"}, "implementation must be one of"),
+    ],
+)
+def test_wrong_settings_are_named_before_anything_is_written(
+    micro_file, tmp_path, changes, message
+):
+    workdir = tmp_path / "run"
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train(config(micro_file, workdir, **changes))
+    if "implementation" not in changes:
+        assert not workdir.exists()
+
+
+def test_a_vocabulary_too_small_for_the_text_is_refused(micro, tmp_path):
+    path = tmp_path / "small.json"
+    path.write_text(micro.replace(vocab_size=128).to_json())
+    with pytest.raises(ValueError, match=r"257.*128|128.*257"):
+        train(config(str(path), tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"stop_at": 0}, "stop_at must be at least 1"),
+        ({"batch_size": 6, "loss": LossConfig(accumulate=4)}, "multiple of accumulate 4"),
+        ({"resume": True, "workdir": None}, "resume needs --workdir"),
+    ],
+)
+def test_wrong_numbers(micro_file, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(micro_file, tmp_path, **changes)
+
+
+def test_the_default_l1_depends_on_the_preset():
+    coefficients = {
+        name: TrainConfig(preset=name).resolved().loss.l1_coeff
+        for name in ("tiny", "tiny-dense", "2b", "2b-dense")
+    }
+    assert coefficients == {"tiny": 1e-2, "tiny-dense": 0.0, "2b": 2e-5, "2b-dense": 0.0}
+    assert TrainConfig(loss=LossConfig(l1_coeff=0.0)).resolved().loss.l1_coeff == 0.0
+    assert presets.tiny().sparse_layers == (0, 1, 2, 3)
+    assert jax.process_count() == 1
