@@ -105,13 +105,13 @@ def in_turns(functions: dict, argument_sets: list, repeats: int, calls: int) -> 
     return {name: (seconds[name], sorted(values)) for name, values in times.items()}
 
 
-def errors(x, gate, up, down):
+def errors(x, gate, up, down, implementation):
     """Relative error of the engine and of dense against float32, and nnz seen, on 512 tokens."""
     x = x[:512]
     exact = [a.astype(jnp.float32) for a in (x, gate, up, down)]
     with jax.default_matmul_precision("highest"):
         wide = jax.jit(dense_three)(*exact, None)
-    out = jax.jit(functools.partial(gated_ffn, implementation="triton"))(x, gate, up, down)
+    out = jax.jit(functools.partial(gated_ffn, implementation=implementation))(x, gate, up, down)
     error = [
         float(jnp.linalg.norm(y.astype(jnp.float32) - wide) / jnp.linalg.norm(wide))
         for y in (out.y, jax.jit(dense_three)(x, gate, up, down, None))
@@ -169,7 +169,7 @@ def bench(args, tokens: int, nnz: float) -> list[dict]:
     functions = {name: over_layers(f) for name, f in functions.items()}
     sets = [(x, stacked) for x in inputs]
     times = in_turns(functions, sets, args.repeats, args.calls)
-    extra = errors(inputs[0][0], *weights[0])
+    extra = errors(inputs[0][0], *weights[0], args.implementation)
     return [r | extra for r in summary(times, layers, f"gated_ffn_{args.mode}")]
 
 
@@ -231,7 +231,9 @@ def plot(rows: list[dict], path: str) -> None:
 
 def main() -> None:
     """Parses flags, runs every combination, prints a table and writes rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mode", choices=["forward", "train"], default="forward")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384])
     parser.add_argument("--d-model", type=int, default=2048)
@@ -256,7 +258,12 @@ def main() -> None:
         cases = [None] if args.pattern == "real" else args.nnz
         for nnz in cases:
             new = bench_real(args, tokens) if nnz is None else bench(args, tokens, nnz)
-            keys = {"d_model": args.d_model, "pattern": args.pattern, "dtype": args.dtype}
+            keys = {
+                "d_model": args.d_model,
+                "d_ff": args.d_ff,
+                "pattern": args.pattern,
+                "dtype": args.dtype,
+            }
             rows += [about | keys | {"tokens": tokens, "nnz_asked": nnz} | r for r in new]
             for r in new:
                 shown = (f"{k}={v:.4g}" for k, v in r.items() if isinstance(v, int | float))
