@@ -18,12 +18,12 @@ from sparsejax.model import head_weight
 
 
 def inputs(vocab, shape=(3, 5), d=12, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 4)
+    rng = np.random.default_rng(seed)
     # Logits of order one, so that no entry of the softmax is negligible.
-    hidden = jax.random.normal(keys[0], (*shape, d)) / d**0.5
-    weight = jax.random.normal(keys[1], (vocab, d))
-    targets = jax.random.randint(keys[2], shape, 0, vocab)
-    return hidden, weight, targets, jax.random.normal(keys[3], shape)
+    hidden = jnp.asarray(rng.normal(size=(*shape, d)) / d**0.5, jnp.float32)
+    weight = jnp.asarray(rng.normal(size=(vocab, d)), jnp.float32)
+    targets = jnp.asarray(rng.integers(vocab, size=shape), jnp.int32)
+    return hidden, weight, targets, jnp.asarray(rng.normal(size=shape), jnp.float32)
 
 
 def reference(hidden, weight, targets, scale):

@@ -62,11 +62,12 @@ def random_params(config, seed=0):
     """Parameters away from their initial values: every bias, scale and matrix counts."""
 
     def leaf(path, shape):
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
-        draw = jax.random.normal(key, shape.shape)
+        draw = np.random.default_rng([seed, zlib.crc32(path.encode())]).normal(size=shape.shape)
         if path.endswith(("scale", "norm")):
-            return 1 + 0.3 * draw
-        return draw * (0.5 if path.endswith("bias") else 0.25)
+            draw = 1 + 0.3 * draw
+        else:
+            draw *= 0.5 if path.endswith("bias") else 0.25
+        return jnp.asarray(draw, shape.dtype)
 
     shapes = param_shapes(config)
     names = jax.tree.unflatten(jax.tree.structure(shapes), list(flatten(shapes)))
