@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -41,6 +42,8 @@ class Flags:
       tokenizer: a tokenizer.json or "bytes", where the run's corpus is no longer in its place.
       mesh: how devices are used; the first data x fsdp x tensor of them, data=-1 for all.
       implementation: engine of the feed-forward op; None to choose.
+      dtype: dtype to compute in; None takes the model's, but float32 on a CPU, where half precision
+        is slow.
     """
 
     workdir: Path
@@ -55,6 +58,7 @@ class Flags:
     tokenizer: str | None = None
     mesh: MeshConfig = MeshConfig(data=1)
     implementation: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
 
 def main(args: list[str] | None = None) -> int:
@@ -64,12 +68,14 @@ def main(args: list[str] | None = None) -> int:
     devices = jax.devices()
     mesh = make_mesh(flags.mesh, devices[:wanted] if 0 < wanted <= len(devices) else devices)
     model = load_model(flags.workdir, step=flags.step, mesh=mesh)
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = flags.dtype or ("float32" if on_cpu else model.config.dtype)
     tokenizer = _tokenizer(flags.tokenizer, model.data)
     texts = flags.prompt or ("",)
     prompts = [tokenizer.encode(text) or [tokenizer.eot_id] for text in texts]
     began = time.perf_counter()
     steps = stream(
-        model.config,
+        model.config.replace(dtype=dtype),
         model.params,
         prompts,
         max_new_tokens=flags.max_new_tokens,

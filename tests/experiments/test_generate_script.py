@@ -111,7 +111,8 @@ def test_several_prompts_are_printed_apart(script, tmp_path, capsys):
 
 def test_the_step_asked_for_is_taken(script, tmp_path, capsys):
     run = make_run(tmp_path, chain("uvw"), chain("abc"))
-    assert script.main([*run, "--step", "10", "--temperature", "0"]) == 0
+    half = ["--dtype", "bfloat16"]
+    assert script.main([*run, "--step", "10", "--temperature", "0", *half]) == 0
     assert script.main([*run, "--temperature", "0"]) == 0
     printed = capsys.readouterr()
     assert printed.out == "uvw\nabc\n"
