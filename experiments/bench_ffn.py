@@ -169,7 +169,8 @@ def bench(args, tokens: int, nnz: float) -> list[dict]:
     functions = {name: over_layers(f) for name, f in functions.items()}
     sets = [(x, stacked) for x in inputs]
     times = in_turns(functions, sets, args.repeats, args.calls)
-    extra = errors(inputs[0][0], *weights[0], args.implementation)
+    gate, up, down = weights[0]
+    extra = errors(inputs[0][0], gate, up, down, args.implementation)
     return [r | extra for r in summary(times, layers, f"gated_ffn_{args.mode}")]
 
 

@@ -139,6 +139,17 @@ def on_cuda() -> bool:
     return jax.default_backend() == "gpu"
 
 
+def partitioned_axes() -> list[str]:
+    """Axes of the mesh in context over which the compiler, not the caller, splits arrays.
+
+    Nothing partitions a kernel call, so it would gather its operands there.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = jax.sharding.AxisType.Manual
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return [str(name) for name, size, kind in axes if size > 1 and kind != manual]
+
+
 def device_programs() -> int:
     """Streaming multiprocessors of the default device: programs of a grid that fills it once."""
     if dispatch.interpreting():

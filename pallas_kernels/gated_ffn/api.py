@@ -56,7 +56,7 @@ def gated_ffn(
       gate_bias: optional (F,), dtype of x, added to the pre-activation.
       activation: "relu" (sparse) or "silu" / "gelu" (dense engine only).
       implementation: "triton" (sparse, on CUDA), "xla" (dense) or None: triton where it can run
-        and pays (not between 33 and 1,023 tokens), xla under differentiation, because the triton
+        and pays (not between 5 and 1,023 tokens), xla under differentiation, because the triton
         engine's backward pass is the dense one after a recomputation of both projections. Arrays
         sharded over a mesh belong in `jax.shard_map`: nothing partitions the kernels.
       config: launch configuration of the triton engine; None takes its tuned default.

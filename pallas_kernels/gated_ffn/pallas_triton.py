@@ -29,10 +29,10 @@ from pallas_kernels.gated_ffn.output import FFNOutput
 _DTYPES = ("bfloat16", "float32")
 _SAMPLE = 256  # rows
 
-# Decoding 64 tokens was measured slower than dense (56 against 32 us), 1 token faster. Between
-# there and the second number the walk's launches and latency (estimated from its parts, 50 us)
+# Measured per layer against dense: 26 and 28 us at 1 token, 33 and 25 at 8, 36 and 30 at 32, 56 and
+# 32 at 64. Below the second number the walk's launches and latency (50 us, the sum of its parts)
 # outlast the dense layer.
-DECODE_PAYS_TO = 32
+DECODE_PAYS_TO = 4
 WALK_PAYS_FROM = 1024
 
 
@@ -46,6 +46,9 @@ def unsupported(x: Array, up: Array, activation: str) -> str | None:
         return f"D must be a multiple of 16, got {x.shape[-1]}"
     if x.size == 0 or up.size == 0:
         return f"empty operand: x {list(x.shape)}, up {list(up.shape)}"
+    loose = tl.partitioned_axes()
+    if loose:
+        return f"mesh axes {loose} are not manual here: put the call inside jax.shard_map"
     if not dispatch.interpreting() and not tl.on_cuda():
         return "it needs a CUDA device (or `with pallas_kernels.interpret():` in tests)"
     return None

@@ -8,8 +8,8 @@ a register; l1 falls out. Column numbers and pre-activations are fetched one ent
 carry the values: fetching them from the dense matrix during the walk costs a tenth of its time.
 
 Why: at 0.5 % density the walk moves a hundredth of the dense matmuls' arithmetic, and its time is
-the weight rows' bandwidth from L2 (8.5 TB/s on an H200), nothing else. Two kernels rather than one,
-because the lists in front of the walk cost registers, and so occupancy, all through the walk.
+the weight rows' bandwidth from L2 (about 9 TB/s on an H200), nothing else. Two kernels rather than
+one, because the lists in front of the walk cost registers, and so occupancy, all through the walk.
 
 Numerics: x . up row and y accumulate in float32; h is not rounded before the down projection, so
 the walk is closer to float32 than the dense engine. Order of summation is fixed: same inputs, same

@@ -78,6 +78,9 @@ def _direct_tile(tile: int, config: PackConfig):
 
 
 def _unsupported(x: Array, w: Array, tile: int, config: PackConfig) -> str | None:
+    loose = tl.partitioned_axes()
+    if loose:
+        return f"mesh axes {loose} are not manual here: put the call inside jax.shard_map"
     if not dispatch.interpreting() and not tl.on_cuda():
         return "it needs a CUDA device (or `with pallas_kernels.interpret():` in tests)"
     if str(x.dtype) not in ("bfloat16", "float32"):

@@ -67,8 +67,8 @@ def test_default_engine_follows_tokens_and_differentiation():
 
     assert_kernels(lower_for_cuda(default, *shapes(1, 2048, 5632)), *DECODE)
     assert_kernels(lower_for_cuda(default, *shapes(16384, 2048, 5632)), *WALK)
-    between = lower_for_cuda(default, *shapes(256, 2048, 5632))
-    assert "gated_ffn_" not in between
+    for between in (8, 256):
+        assert "gated_ffn_" not in lower_for_cuda(default, *shapes(between, 2048, 5632))
 
     def loss(*a):
         return jnp.sum(gated_ffn(*a).y.astype(jnp.float32))
@@ -79,6 +79,17 @@ def test_default_engine_follows_tokens_and_differentiation():
         return jnp.sum(gated_ffn(*a, implementation="triton").y.astype(jnp.float32))
 
     assert_kernels(lower_for_cuda(jax.grad(asked), *shapes(16384, 2048, 5632)), *WALK)
+
+
+def test_a_mesh_in_context_asks_for_shard_map():
+    mesh = jax.make_mesh((2, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x, w = jnp.zeros((4, 32)), jnp.zeros((64, 32))
+    with pallas_kernels.interpret(), jax.set_mesh(mesh):
+        with pytest.raises(UnsupportedError, match=r"\['data'\] are not manual here"):
+            jax.jit(lambda x, w: gated_ffn(x, w, w, w, implementation="triton"))(x, w)
+        with pytest.raises(UnsupportedError, match=r"inside jax\.shard_map"):
+            jax.jit(lambda x, w: pack_matmul(x, w, implementation="triton"))(x, w)
+        jax.jit(lambda x, w: gated_ffn(x, w, w, w))(x, w)
 
 
 def test_what_cannot_run_says_why():
