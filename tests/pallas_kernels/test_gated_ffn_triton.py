@@ -9,8 +9,10 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import FFNConfig, gated_ffn
+from pallas_kernels.gated_ffn import pallas_triton
 from pallas_kernels.testing import assert_as_exact_as_dense, assert_close, ffn_inputs
 from pallas_kernels.tuning import MatmulTile
+from tests.shared_data import SHARED, needs_shared
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
@@ -192,3 +194,25 @@ def test_shard_map_over_tokens():
     assert_close(y, expected.y)
     assert_close(l1, expected.l1)
     np.testing.assert_array_equal(np.array(nnz), np.array(expected.nnz))
+
+
+@needs_shared
+def test_real_patterns():
+    """Stored masks of a trained model: rows of 0 to 900 active neurons, all in one compiled call."""
+    stored = np.load(SHARED / "activations" / "d1024_l12_f2816.npz")["bits"]
+    bits = np.unpackbits(stored[:, 0, :24], axis=-1).astype(bool)
+    rng = np.random.default_rng(0)
+    features = bits.shape[-1]
+    x = jnp.asarray(rng.standard_normal((24, 32)), jnp.float32)
+    up, down = jnp.asarray(rng.standard_normal((2, features, 32)) / 6, jnp.float32)
+    size = np.abs(rng.standard_normal((24, features))) + 0.01
+    config = FFNConfig(tail_up=TILE, tail_down=TILE)
+    after = jax.jit(functools.partial(pallas_triton.after_gate, gated=True, config=config))
+    for layer in (0, 1, 6, 11):
+        pre = jnp.asarray(np.where(bits[layer], size, -size), jnp.float32)
+        with pallas_kernels.interpret():
+            y, l1, nnz = after(x, pre, up, down)
+        h = jnp.maximum(pre, 0) * (x @ up.T)
+        np.testing.assert_array_equal(np.array(nnz), bits[layer].sum(-1))
+        assert_close(y, h @ down)
+        assert_close(l1, jnp.sum(jnp.abs(h), axis=-1))
