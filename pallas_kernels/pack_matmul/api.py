@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels import _triton as tl
 from pallas_kernels import dispatch
 from pallas_kernels.pack_matmul import config as configs
 from pallas_kernels.pack_matmul import pallas_triton, reference
@@ -54,7 +53,7 @@ def pack_matmul(
     slots = slots_of(w.shape[0], tile, compression)
     if config is None:
         config = configs.default(x.dtype.itemsize)
-    reasons = {"triton": _unsupported(x, w, tile, config), "xla": None}
+    reasons = {"triton": pallas_triton.unsupported(x, w, tile, config), "xla": None}
     engine = dispatch.select("pack_matmul", implementation, reasons)
     if engine == "xla":
         return reference.pack(x, w, bias, tile=tile, compression=compression)
@@ -75,25 +74,6 @@ def _direct_tile(tile: int, config: PackConfig):
     """The matmul tile of the direct method: TwELL's columns, and rows that still compile."""
     rows = min(config.tile.rows, 128 * 128 // tile)
     return dataclasses.replace(config.tile, rows=rows, columns=tile)
-
-
-def _unsupported(x: Array, w: Array, tile: int, config: PackConfig) -> str | None:
-    loose = tl.partitioned_axes()
-    if loose:
-        return f"mesh axes {loose} are not manual here: put the call inside jax.shard_map"
-    if not dispatch.interpreting() and not tl.on_cuda():
-        return "it needs a CUDA device (or `with pallas_kernels.interpret():` in tests)"
-    if str(x.dtype) not in ("bfloat16", "float32"):
-        return f"dtype {x.dtype} is not one of bfloat16, float32"
-    if x.shape[-1] % 16:
-        return f"D must be a multiple of 16, got {x.shape[-1]}"
-    if x.size == 0 or w.size == 0:
-        return f"empty operand: x {list(x.shape)}, w {list(w.shape)}"
-    if tile % 32 or tile & (tile - 1):
-        return f"tile must be a power of two >= 32, got {tile}"
-    if config.method == "direct" and tile > 256:
-        return f'method "direct" holds one tile of columns per program, at most 256, got {tile}'
-    return None
 
 
 def _validate(x: Array, w: Array, bias: Array | None) -> None:

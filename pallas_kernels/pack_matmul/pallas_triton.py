@@ -27,7 +27,29 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _triton as tl
+from pallas_kernels import dispatch
+from pallas_kernels.pack_matmul.config import PackConfig
 from pallas_kernels.tuning import MatmulTile
+
+
+def unsupported(x: Array, w: Array, tile: int, config: PackConfig) -> str | None:
+    """Why the engine cannot run this call, or None if it can. Static: shapes, dtypes, platform."""
+    loose = tl.partitioned_axes()
+    if loose:
+        return f"mesh axes {loose} are not manual here: put the call inside jax.shard_map"
+    if not dispatch.interpreting() and not tl.on_cuda():
+        return "it needs a CUDA device (or `with pallas_kernels.interpret():` in tests)"
+    if str(x.dtype) not in ("bfloat16", "float32"):
+        return f"dtype {x.dtype} is not one of bfloat16, float32"
+    if x.shape[-1] % 16:
+        return f"D must be a multiple of 16, got {x.shape[-1]}"
+    if x.size == 0 or w.size == 0:
+        return f"empty operand: x {list(x.shape)}, w {list(w.shape)}"
+    if tile % 32 or tile & (tile - 1):
+        return f"tile must be a power of two >= 32, got {tile}"
+    if config.method == "direct" and tile > 256:
+        return f'method "direct" holds one tile of columns per program, at most 256, got {tile}'
+    return None
 
 
 def _entry(value: Array, column: Array) -> Array:

@@ -198,8 +198,8 @@ def test_shard_map_over_tokens():
 
 @needs_shared
 def test_real_patterns():
-    """Stored masks of a trained model: rows of 0 to 900 active neurons, all in one compiled call."""
-    stored = np.load(SHARED / "activations" / "d1024_l12_f2816.npz")["bits"]
+    """Stored masks of a trained model: rows of 0 to 900 active neurons."""
+    stored = np.load(SHARED / "data" / "activations" / "d1024_l12_f2816.npz")["bits"]
     bits = np.unpackbits(stored[:, 0, :24], axis=-1).astype(bool)
     rng = np.random.default_rng(0)
     features = bits.shape[-1]
