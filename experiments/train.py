@@ -13,6 +13,7 @@ from pathlib import Path
 import tyro
 
 from sparsejax import distributed, xla_flags
+from sparsejax.training.checkpoint import CheckpointError
 from sparsejax.training.config import TrainConfig
 from sparsejax.training.loop import NonFiniteLossError, train
 
@@ -62,5 +63,5 @@ def main(args: Args) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(Args)))
-    except (ValueError, FileNotFoundError, NonFiniteLossError) as error:
+    except (ValueError, FileNotFoundError, CheckpointError, NonFiniteLossError) as error:
         sys.exit(f"{Path(__file__).name}: {error}")

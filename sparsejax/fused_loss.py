@@ -58,14 +58,15 @@ def weighted_cross_entropy(
     return _loss(num_chunks, hidden, weight, targets, weights)
 
 
-def pays(tokens: int, vocab: int, chunk: int = DEFAULT_CHUNK) -> bool:
-    """Whether one walk over `tokens` of a device beats `losses.cross_entropy` for training.
+def pays(rows: int, length: int, vocab: int, chunk: int = DEFAULT_CHUNK) -> bool:
+    """Whether one walk over a device's (rows, length) tokens beats `losses.cross_entropy`.
 
     Each chunk reads and writes the head's float32 gradient, which 512 tokens or more outweigh
-    (estimated from bytes and FLOPs of an H200; with one chunk it costs nothing).
+    (estimated from bytes and FLOPs of an H200; with one chunk it costs nothing). A length with few
+    divisors makes many small chunks.
     """
-    num_chunks = math.ceil(vocab / chunk)
-    return num_chunks == 1 or tokens // num_chunks >= 512
+    num_chunks = _divisor_at_least(length, math.ceil(vocab / chunk))
+    return num_chunks == 1 or rows * length // num_chunks >= 512
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

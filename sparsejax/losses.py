@@ -65,15 +65,19 @@ def check_arguments(name: str, hidden: Array, weight: Array, targets: Array, chu
 
 
 def _num_chunks(vocab: int, chunk: int) -> int:
-    """The fewest chunks of at most `chunk` entries, preferring (up to twice as many) a divisor."""
+    """The fewest chunks of at most `chunk` entries, or up to twice as many if no padding is needed.
+
+    Padding is not needed where chunks are equal and a multiple of 16 (so that devices share them).
+    """
     fewest = -(-vocab // chunk)
-    return next((n for n in range(fewest, 2 * fewest) if vocab % n == 0), fewest)
+    return next((n for n in range(fewest, 2 * fewest) if vocab % (16 * n) == 0), fewest)
 
 
 def _chunked(n: int, weight: Array) -> Array:
-    """(V, D) -> (C, n, D), zero rows appended where n does not divide V."""
+    """(V, D) -> (C, n, D), zero rows appended so that chunks are equal and can be shared."""
     vocab, d = weight.shape
-    weight = jnp.pad(weight, ((0, -vocab % n), (0, 0)))
+    multiple = n if n == 1 else 16 * n
+    weight = jnp.pad(weight, ((0, -vocab % multiple), (0, 0)))
     return constrain(weight.reshape(-1, n, d), "tensor", None, None)
 
 
@@ -82,7 +86,7 @@ def _logits(hidden: Array, chunks: Array, j: Array, n: int, vocab: int) -> tuple
     rows = jax.lax.dynamic_index_in_dim(chunks, j, axis=1, keepdims=False)
     out = jnp.einsum("btd,cd->btc", hidden, rows, preferred_element_type=jnp.float32)
     ids = jnp.arange(chunks.shape[0], dtype=jnp.int32) * n + j
-    if vocab % n:
+    if chunks.shape[0] * n != vocab:
         out = jnp.where(ids < vocab, out, -jnp.inf)
     return constrain(out, BATCH_AXES, None, "tensor"), ids
 

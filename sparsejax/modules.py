@@ -68,7 +68,9 @@ class _Module(nn.Module):
         path = "/".join((*self.path, name))
         init = leaf_initializer(self.config, path)
         value = self.param(name, init, shape, jnp.dtype(self.config.param_dtype))
-        return gather_fsdp(value.astype(dtype or self.config.dtype), path)
+        if dtype != "as stored":
+            value = value.astype(dtype or self.config.dtype)
+        return gather_fsdp(value, path)
 
 
 class RMSNorm(_Module):
@@ -192,7 +194,7 @@ class Transformer(nn.Module):
         if positions is None:
             steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
             positions = jnp.broadcast_to(steps, tokens.shape)
-        x = Embed(self.config, name="embed")(tokens)
+        x = Embed(self.config, name="embed")(tokens, inference=cache is not None)
         remat = self.options.remat
         layer_cls = Layer if remat == "none" else nn.remat(Layer, policy=REMAT_POLICIES[remat])
         base, outputs = x, []
@@ -218,12 +220,13 @@ class Embed(_Module):
     """Rows of embedding (V, D)."""
 
     @nn.compact
-    def __call__(self, tokens: Array) -> Hidden:
+    def __call__(self, tokens: Array, inference: bool = False) -> Hidden:
         """Looks up tokens (B, T)."""
         vocab, d = self.config.vocab_size, self.config.d_model
         # Read in float32: the gradient adds up all occurrences of a token, and a bfloat16 sum
-        # stands still after some 256 of them.
-        table = self.weight("embedding", vocab, d, dtype="float32")
+        # stands still after some 256 of them. Without a gradient only the rows are cast.
+        dtype = "as stored" if inference else "float32"
+        table = self.weight("embedding", vocab, d, dtype=dtype)
         # Indexing would take -1 for the last row; here any id outside the vocabulary gives NaN.
         ids = jnp.where(tokens < 0, vocab, tokens.astype(jnp.int32))
         x = jnp.take(table, ids, axis=0, mode="fill", fill_value=jnp.nan)

@@ -20,7 +20,6 @@ class _Call:
     """The static part of one call (hashable: it is a non-differentiated argument)."""
 
     engine: str
-    vjp_engine: str
     activation: str
     count_neurons: bool
     config: FFNConfig | None
@@ -57,10 +56,10 @@ def gated_ffn(
       down: (F, D), dtype of x.
       gate_bias: optional (F,), dtype of x, added to the pre-activation.
       activation: "relu" (sparse) or "silu" / "gelu" (dense engine only).
-      implementation: "triton" (sparse, on CUDA), "xla" (dense) or None: triton where it can run
-        and pays (not between 5 and 1,023 tokens), xla under differentiation, because the triton
-        engine's backward pass is the dense one after a recomputation of both projections. Arrays
-        sharded over a mesh belong in `jax.shard_map`: nothing partitions the kernels.
+      implementation: "xla" (dense; also what None takes, until the sparse engine is measured to win
+        on its own) or "triton" (sparse, on CUDA; its backward pass is the dense one after a
+        recomputation of both projections). Arrays sharded over a mesh belong in `jax.shard_map`
+        with "triton": nothing partitions the kernels.
       config: launch configuration of the triton engine; None takes its tuned default.
       count_neurons: also return `neuron_nnz`, the number of tokens on which each neuron fires.
 
@@ -74,24 +73,20 @@ def gated_ffn(
     Source: gated ReLU feed-forward with L1, arXiv 2603.23198; GLU variants, arXiv 2002.05202.
     """
     _validate(x, gate, up, down, gate_bias, activation)
-    reason = pallas_triton.unsupported(x, up, activation)
-    if reason is None and implementation is None:
-        reason = pallas_triton.slower_than_dense(x)
-    reasons = {"triton": reason, "xla": None}
+    reasons = {"xla": None, "triton": pallas_triton.unsupported(x, up, activation)}
     engine = dispatch.select("gated_ffn", implementation, reasons)
-    vjp_engine = "xla" if implementation is None else engine
-    call = _Call(engine, vjp_engine, activation, count_neurons, config)
+    call = _Call(engine, activation, count_neurons, config)
     return _gated_ffn(call, x, gate, up, down, gate_bias)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated_ffn(call: _Call, x, gate, up, down, gate_bias) -> FFNOutput:
-    return _run(call.engine, call, x, gate, up, down, gate_bias)[0]
+    return _forward(call, x, gate, up, down, gate_bias)[0]
 
 
-def _run(engine: str, call: _Call, x, gate, up, down, gate_bias):
+def _forward(call: _Call, x, gate, up, down, gate_bias):
     """(FFNOutput, what `_backward` needs)."""
-    if engine == "xla":
+    if call.engine == "xla":
         return reference.forward(
             x,
             gate,
@@ -107,12 +102,8 @@ def _run(engine: str, call: _Call, x, gate, up, down, gate_bias):
     return output, (x, gate, up, down, gate_bias)
 
 
-def _forward(call: _Call, x, gate, up, down, gate_bias):
-    return _run(call.vjp_engine, call, x, gate, up, down, gate_bias)
-
-
 def _backward(call: _Call, residuals, cotangent: FFNOutput):
-    if call.vjp_engine != "xla":
+    if call.engine != "xla":
         x, gate, up, down, gate_bias = residuals
         pre, up_out = reference.pre_activations(x, gate, up, gate_bias)
         residuals = reference.Residuals(x, gate, up, down, gate_bias, pre, up_out)

@@ -14,8 +14,6 @@ The backward pass is the dense engine's, from recomputed pre-activations.
 
 from __future__ import annotations
 
-import math
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -28,12 +26,6 @@ from pallas_kernels.gated_ffn.output import FFNOutput
 
 _DTYPES = ("bfloat16", "float32")
 _SAMPLE = 256  # rows
-
-# Measured per layer against dense: 26 and 28 us at 1 token, 33 and 25 at 8, 36 and 30 at 32, 56 and
-# 32 at 64. Below the second number the walk's launches and latency (50 us, the sum of its parts)
-# outlast the dense layer.
-DECODE_PAYS_TO = 4
-WALK_PAYS_FROM = 1024
 
 
 def unsupported(x: Array, up: Array, activation: str) -> str | None:
@@ -51,14 +43,6 @@ def unsupported(x: Array, up: Array, activation: str) -> str | None:
         return f"mesh axes {loose} are not manual here: put the call inside jax.shard_map"
     if not dispatch.interpreting() and not tl.on_cuda():
         return "it needs a CUDA device (or `with pallas_kernels.interpret():` in tests)"
-    return None
-
-
-def slower_than_dense(x: Array) -> str | None:
-    """Why the dense engine is the better choice for this many tokens, or None."""
-    tokens = math.prod(x.shape[:-1])
-    if DECODE_PAYS_TO < tokens < WALK_PAYS_FROM:
-        return f"{tokens} tokens are too many to decode and too few to fill the chip with a walk"
     return None
 
 

@@ -34,6 +34,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written; it does not exist, and those before it stay."""
 
 
+class NonFiniteStateError(ValueError):
+    """A state with NaN or infinity was to be saved; it was not, and the checkpoints stay."""
+
+
 class CheckpointWarning(UserWarning):
     """A checkpoint was passed over or moved aside; the message says which and why."""
 
@@ -106,9 +110,10 @@ class Checkpointer:
             Whether a checkpoint is being written (False: it was there already).
 
         Raises:
-            ValueError: a float leaf or a number in `extra` is not finite (rotation would remove
-                good checkpoints for one that no run should resume from), or `state` has no arrays
-                or leaves that are none.
+            NonFiniteStateError: a float leaf is not finite (rotation would remove good checkpoints
+                for one that no run should resume from).
+            ValueError: a number in `extra` is not finite, or `state` has no arrays or leaves that
+                are none.
             CheckpointError: this one, or the one before in the background, could not be written.
         """
         if step < 0:
@@ -120,7 +125,7 @@ class Checkpointer:
         if not flat:
             raise ValueError("state: expected at least one array, got an empty tree")
         if bad := [path for path, summary in summaries.items() if not summary.finite]:
-            raise ValueError(
+            raise NonFiniteStateError(
                 f"state of step {step} is not finite in {_some(bad)}; it is not saved, and the "
                 f"checkpoints so far stay"
             )

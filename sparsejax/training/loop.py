@@ -16,7 +16,7 @@ from sparsejax.data import Batch, DataNotFoundError, Loader, TokenSource, open_s
 from sparsejax.hardware import utilisation
 from sparsejax.model import flops_per_token
 from sparsejax.params import count
-from sparsejax.training.checkpoint import Checkpointer
+from sparsejax.training.checkpoint import Checkpointer, NonFiniteStateError
 from sparsejax.training.config import TrainConfig
 from sparsejax.training.evaluate import evaluate, to_device
 from sparsejax.training.interrupt import Interrupt
@@ -122,8 +122,7 @@ class _Trainer:
                     # Nothing is saved before its own metrics are known to be finite.
                     self._record(*pending, bar)
                     pending = None
-                    extra = self.run.describe() | {"loader": self.loader.state()}
-                    self.checkpointer.save(self.step, self.state, extra)
+                    self._save()
                 if config.eval_every and self.step % config.eval_every == 0 and not stop:
                     self._evaluate()
                 if stop:
@@ -164,14 +163,7 @@ class _Trainer:
         """Waits for a step, checks that it is finite, and logs it if it is one to log."""
         loss, grad_norm = (float(metrics[k]) for k in ("loss", "grad_norm"))
         if not np.isfinite([loss, grad_norm]).all():
-            self.checkpointer.wait()
-            good = self.checkpointer.latest_step()
-            saved = "there is none yet" if good is None else f"step {good}"
-            raise NonFiniteLossError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}. Nothing was saved after it; "
-                f"last good checkpoint: {saved} in {self.run.workdir.checkpoints}. Resume from it "
-                "with a lower --learning-rate or --l1-coeff"
-            )
+            raise self._non_finite(f"step {step}: loss {loss}, gradient norm {grad_norm}")
         bar.update()
         if step != 1 and step % self.config.log_every and step != self.config.steps:
             return
@@ -184,6 +176,24 @@ class _Trainer:
         bar.set_postfix_str(shown)
         if bar.disable:
             say(f"step {step}/{self.config.steps}  {shown}")
+
+    def _save(self) -> None:
+        extra = self.run.describe() | {"loader": self.loader.state()}
+        try:
+            self.checkpointer.save(self.step, self.state, extra)
+        except NonFiniteStateError as error:
+            # The update itself overflowed: its own loss was still finite.
+            raise self._non_finite(str(error)) from error
+
+    def _non_finite(self, what: str) -> NonFiniteLossError:
+        self.checkpointer.wait()
+        good = self.checkpointer.latest_step()
+        saved = "there is none yet" if good is None else f"step {good}"
+        return NonFiniteLossError(
+            f"{what}. Nothing was saved after it; last good checkpoint: {saved} in "
+            f"{self.run.workdir.checkpoints}. Resume from it with a lower --learning-rate or "
+            "--l1-coeff"
+        )
 
     def _evaluate(self) -> dict[str, Any] | None:
         """Held-out loss now, also written to eval.jsonl; None where the corpus has no val split."""

@@ -93,16 +93,17 @@ def make_train_step(
         # Everything over the whole batch's denominators, so that microbatches add up.
         weights = _mask(batch).astype(jnp.float32) / tokens
         head, targets = head_weight(config, params), batch["targets"]
-        if fused_loss.pays(targets.size // batch_ways, config.vocab_size, loss.vocab_chunk):
+        rows, length = targets.shape[0] // batch_ways, targets.shape[1]
+        if fused_loss.pays(rows, length, config.vocab_size, loss.vocab_chunk):
             ce = fused_loss.weighted_cross_entropy(
                 out.hidden, head, targets, weights, chunk=loss.vocab_chunk
             )
         else:
             per_token = cross_entropy(out.hidden, head, targets, chunk=loss.vocab_chunk)
             ce = jnp.sum(jnp.where(weights > 0, per_token * weights, 0.0))
-        rows, layers = targets.size * loss.accumulate, max(len(config.ffn_layers), 1)
-        l1 = jnp.sum(out.stats.l1) / (rows * layers)
-        nnz = jnp.sum(out.stats.nnz.astype(jnp.float32), axis=(1, 2)) / rows
+        all_tokens, layers = targets.size * loss.accumulate, max(len(config.ffn_layers), 1)
+        l1 = jnp.sum(out.stats.l1) / (all_tokens * layers)
+        nnz = jnp.sum(out.stats.nnz.astype(jnp.float32), axis=(1, 2)) / all_tokens
         parts = {"ce": ce, "l1": l1, "nnz_per_layer": nnz, "neuron_nnz": out.stats.neuron_nnz}
         return ce + coeff * l1, parts
 

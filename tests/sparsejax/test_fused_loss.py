@@ -102,9 +102,10 @@ def test_nothing_as_large_as_tokens_times_vocabulary(case):
 
 
 def test_when_it_pays():
-    assert pays(8, 272)  # one chunk: nothing is read twice
-    assert pays(65536, 49152)
-    assert not pays(2048, 49152)
+    assert pays(1, 8, 272)  # one chunk: nothing is read twice
+    assert pays(32, 2048, 49152)
+    assert not pays(1, 2048, 49152)
+    assert not pays(32, 2039, 49152)  # a prime length: chunks of one position
 
 
 def test_wrong_arguments(case):

@@ -1,0 +1,140 @@
+"""`experiments/train.py` as its users run it: processes, signals, messages."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparsejax import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
+from sparsejax.training.metrics import read_rows
+
+SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "train.py"
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory) -> str:
+    layer = LayerConfig(
+        attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8),
+        ffn=FFNConfig(d_ff=32),
+    )
+    model = ModelConfig(
+        vocab_size=272, d_model=16, layers=(layer,), context_length=16, dtype="float32"
+    )
+    path = tmp_path_factory.mktemp("model") / "model.json"
+    path.write_text(model.to_json())
+    return str(path)
+
+
+def start(*flags: str, devices: int = 1) -> subprocess.Popen:
+    flags_for_xla = f"--xla_force_host_platform_device_count={devices}"
+    env = os.environ | {"XLA_FLAGS": flags_for_xla, "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *flags],
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str]:
+    out, err = process.communicate(timeout=200)
+    return process.returncode, out + err
+
+
+def train(*flags: str, devices: int = 1) -> tuple[int, str]:
+    return finish(start(*flags, devices=devices))
+
+
+def base(model_file, workdir, *more: str) -> list[str]:
+    flags = f"--preset {model_file} --workdir {workdir} --batch-size 8 --log-every 1".split()
+    return [*flags, *more]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_saves_and_leaves_cleanly(model_file, tmp_path, name):
+    workdir = tmp_path / "run"
+    steps = ("--steps", "100000", "--checkpoint-every", "100000")
+    process = start(*base(model_file, workdir, *steps))
+    deadline = time.monotonic() + 120
+    while len(read_rows(workdir / "metrics.jsonl")) < 3:
+        assert process.poll() is None and time.monotonic() < deadline, finish(process)
+        time.sleep(0.1)
+    process.send_signal(getattr(signal, name))
+    status, text = finish(process)
+    assert status == 0, text
+    step = int(re.search(rf"{name}: saved step (\d+)", text)[1])
+    assert [row["step"] for row in read_rows(workdir / "metrics.jsonl")] == list(range(1, step + 1))
+    more = ("--resume", "--stop-at", str(step + 2))
+    status, text = train(*base(model_file, workdir, *steps, *more))
+    assert status == 0 and f"after step {step}" in text, text
+    assert read_rows(workdir / "metrics.jsonl")[-1]["step"] == step + 2
+
+
+def test_two_processes_train_save_and_resume_on_another_mesh(model_file, tmp_path):
+    def launch(workdir, *more):
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            address = f"localhost:{probe.getsockname()[1]}"
+        processes = [
+            start(
+                *base(model_file, workdir, "--steps", "8", *more),
+                *f"--coordinator-address {address} --num-processes 2 --process-id {i}".split(),
+                devices=2,
+            )
+            for i in range(2)
+        ]
+        for process in processes:
+            status, text = finish(process)
+            assert status == 0, text
+
+    single = tmp_path / "single"
+    status, text = train(*base(model_file, single, "--steps", "8"), devices=4)
+    assert status == 0, text
+    want = [row["loss"] for row in read_rows(single / "metrics.jsonl")]
+
+    together = tmp_path / "together"
+    launch(together, "--mesh.data", "2", "--mesh.tensor", "2", "--stop-at", "3")
+    # Tensor ranks in different processes: both feed the same rows.
+    launch(
+        together, "--resume", "--stop-at", "6", "--mesh.data", "1", "--mesh.fsdp", "2",
+        "--mesh.tensor", "2",
+    )  # fmt: skip
+    status, text = train(
+        *base(model_file, together, "--steps", "8", "--resume", "--mesh.fsdp", "4"), devices=4
+    )
+    assert status == 0, text
+    rows = read_rows(together / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    np.testing.assert_allclose([row["loss"] for row in rows], want, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--preset", "3b"], "train.py: unknown preset '3b'"),
+        (["--steps", "0"], "steps must be at least 1"),
+        (["--num-processes", "2"], "coordinator"),
+        (["--stepz", "3"], "--steps"),
+    ],
+)
+def test_a_wrong_flag_gives_one_clear_message_and_a_failing_status(tmp_path, flags, message):
+    process = subprocess.run(
+        [sys.executable, str(SCRIPT), *flags],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=200,
+        check=False,
+    )
+    assert process.returncode != 0
+    assert message in process.stderr + process.stdout
+    assert "Traceback" not in process.stderr
+    assert not list(tmp_path.iterdir())
