@@ -12,10 +12,14 @@ from pathlib import Path
 
 import tyro
 
+from pallas_kernels import UnsupportedError
 from sparsejax import distributed, xla_flags
 from sparsejax.training.checkpoint import CheckpointError
 from sparsejax.training.config import TrainConfig
 from sparsejax.training.loop import NonFiniteLossError, train
+
+# What a user can mend: shown as one line, without a traceback.
+EXPECTED = (ValueError, FileNotFoundError, UnsupportedError, CheckpointError, NonFiniteLossError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,5 +67,5 @@ def main(args: Args) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(Args)))
-    except (ValueError, FileNotFoundError, CheckpointError, NonFiniteLossError) as error:
+    except EXPECTED as error:
         sys.exit(f"{Path(__file__).name}: {error}")

@@ -51,7 +51,12 @@ def train(config: TrainConfig) -> dict[str, Any]:
         with checkpointer, jax.set_mesh(run.mesh):
             state = run.start(checkpointer, loader)
             run.write_config()
-            summary = _Trainer(run, loader, checkpointer, state).fit()
+            resumed = int(state.step) if config.resume else None
+            with (
+                MetricsLog(run.workdir.metrics, resumed) as log,
+                MetricsLog(run.workdir.root / "eval.jsonl", resumed) as eval_log,
+            ):
+                summary = _Trainer(run, loader, checkpointer, state, log, eval_log).fit()
         if jax.process_index() == 0:
             rows = read_rows(run.workdir.metrics)
             summary |= {"first": rows[0], "last": rows[-1]} if rows else {}
@@ -63,13 +68,19 @@ def train(config: TrainConfig) -> dict[str, Any]:
 class _Trainer:
     """Runs the steps. Metrics are read one step late, so that the device never waits for them."""
 
-    def __init__(self, run: Run, loader: Loader, checkpointer: Checkpointer, state: TrainState):
+    def __init__(
+        self,
+        run: Run,
+        loader: Loader,
+        checkpointer: Checkpointer,
+        state: TrainState,
+        log: MetricsLog,
+        eval_log: MetricsLog,
+    ):
         self.run, self.config = run, run.config
         self.loader, self.checkpointer = loader, checkpointer
         self.state, self.step = state, int(state.step)
-        resumed = self.step if self.config.resume else None
-        self.log = MetricsLog(run.workdir.metrics, resumed)
-        self.eval_log = MetricsLog(run.workdir.root / "eval.jsonl", resumed)
+        self.log, self.eval_log = log, eval_log
         self.eval_step = make_eval_step(
             run.model, self.config.loss.vocab_chunk, self.config.options(), run.mesh
         )
@@ -95,8 +106,6 @@ class _Trainer:
             summary["held_out"] = self._evaluate()
         else:
             say(f"stopped after step {self.step} of {steps}; go on with --resume")
-        self.log.close()
-        self.eval_log.close()
         return summary
 
     def _steps(self, last: int) -> dict[str, Any]:

@@ -17,6 +17,8 @@ Row = dict[str, Any]
 class MetricsLog:
     """Appends rows to a jsonl file, a line at a time; process 0 writes, others do nothing.
 
+    A context manager, which closes the file.
+
     Args:
       path: the file.
       resume_step: keep earlier rows up to this step and drop what an interrupted run logged after
@@ -39,8 +41,10 @@ class MetricsLog:
         if self._file:
             self._file.write(json.dumps(row) + "\n")
 
-    def close(self) -> None:
-        """Closes the file."""
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
         if self._file:
             self._file.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from sparsejax.config import ModelConfig, config_differences
 from sparsejax.data import Loader, TokenSource, check_vocab, make_loader, open_source
+from sparsejax.model import forward
 from sparsejax.sharding import check_batch, make_mesh
 from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.config import TrainConfig
@@ -115,6 +117,11 @@ def prepare(config: TrainConfig) -> Run:
     schedule = make_schedule(config.optimizer, config.steps)
     optimizer = make_optimizer(config.optimizer, config.steps)
     template = state_template(model, optimizer, mesh)
+    with jax.set_mesh(mesh):
+        # Traces the model: an engine that cannot run this call says so here.
+        tokens = jax.ShapeDtypeStruct((config.batch_size, model.context_length), "int32")
+        trace = functools.partial(forward, model, options=config.options())
+        jax.eval_shape(trace, template.params, tokens)
     source = open_source(config.data)
     check_vocab(source, model.vocab_size)
     workdir = Workdir(_workdir_path(config))

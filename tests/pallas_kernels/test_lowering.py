@@ -61,19 +61,12 @@ def test_pack_matmul_lowers(method):
     assert_kernels(text, *names[method])
 
 
-def test_default_engine_follows_tokens_and_differentiation():
+def test_the_dense_engine_is_the_default_and_the_sparse_one_runs_when_asked():
     def default(*a):
         return gated_ffn(*a)
 
-    assert_kernels(lower_for_cuda(default, *shapes(1, 2048, 5632)), *DECODE)
-    assert_kernels(lower_for_cuda(default, *shapes(16384, 2048, 5632)), *WALK)
-    for between in (8, 256):
-        assert "gated_ffn_" not in lower_for_cuda(default, *shapes(between, 2048, 5632))
-
-    def loss(*a):
-        return jnp.sum(gated_ffn(*a).y.astype(jnp.float32))
-
-    assert "gated_ffn_" not in lower_for_cuda(jax.grad(loss), *shapes(16384, 2048, 5632))
+    for tokens in (1, 256, 16384):
+        assert "gated_ffn_" not in lower_for_cuda(default, *shapes(tokens, 2048, 5632))
 
     def asked(*a):
         return jnp.sum(gated_ffn(*a, implementation="triton").y.astype(jnp.float32))
