@@ -5,7 +5,7 @@
 >>> logits = sparsejax.apply(config, params, tokens)  # (B, T, V) float32
 """
 
-from sparsejax import presets
+from sparsejax import presets, surgery
 from sparsejax.config import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, RopeConfig
 from sparsejax.model import Options, apply, forward
 from sparsejax.params import check_params, init_params, param_shapes
@@ -26,4 +26,5 @@ __all__ = [
     "make_mesh",
     "param_shapes",
     "presets",
+    "surgery",
 ]
