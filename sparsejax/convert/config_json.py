@@ -1,0 +1,145 @@
+"""config.json <-> ModelConfig: the keys all families share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from sparsejax.config import ModelConfig
+from sparsejax.convert import families
+from sparsejax.convert.keys import Keys, read_rope, write_rope
+from sparsejax.convert.safetensors_io import FolderError
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      FolderError: no such file, or it holds something else.
+    """
+    if not file.is_file():
+        raise FolderError(f"{file.parent} has no {file.name}")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FolderError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise FolderError(f"{file} holds no JSON object")
+    return values
+
+
+def from_hf(
+    values: dict[str, Any],
+    place: str = "config.json",
+    *,
+    context_length: int | None = None,
+    ignore_keys: Collection[str] = (),
+) -> ModelConfig:
+    """The model a config.json describes, in float32.
+
+    Args:
+      values: the file's content.
+      place: its name in messages.
+      context_length: use the model up to here only (allows a sliding window that is no shorter).
+      ignore_keys: unknown keys that the caller knows to leave the mathematics alone.
+
+    Raises:
+      FolderError: an unknown architecture, a key that is missing or of another type, or one that
+        changes the mathematics and is not supported.
+    """
+    family = families.of_config_json(values, place)
+    keys = Keys(values, place, ignore_keys)
+    keys.only(
+        quantization_config=(),
+        compression_config=(),
+        is_encoder_decoder=(False,),
+        add_cross_attention=(False,),
+        tie_encoder_decoder=(False,),
+        is_decoder=(True, False),
+    )
+    d_model, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
+    stored = keys.take("head_dim")
+    if stored is None and d_model % heads:
+        raise FolderError(
+            f"{place}: hidden_size = {d_model} does not divide by num_attention_heads = {heads}, "
+            "and there is no head_dim"
+        )
+    head_dim = d_model // heads if stored is None else keys.whole("head_dim")
+    context = keys.whole("max_position_embeddings")
+    if context_length is not None and context_length > context:
+        raise ValueError(
+            f"context_length must be at most max_position_embeddings = {context}, "
+            f"got {context_length}"
+        )
+    context = context_length or context
+    layers = family.read_layers(keys, head_dim)
+    _check_window(keys, context, len(layers))
+    tied = keys.take("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise FolderError(f"{place}: 'tie_word_embeddings' must be true or false, got {tied!r}")
+    rope, eps = read_rope(keys, head_dim), keys.real("rms_norm_eps", 1e-6)
+    init_std, vocab_size = keys.real("initializer_range", 0.02), keys.whole("vocab_size")
+    keys.finish()
+    return ModelConfig(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        layers=layers,
+        context_length=context,
+        rope=rope,
+        norm_eps=eps,
+        tie_embeddings=tied,
+        init_std=init_std or 0.02,  # only for what may be initialised anew
+        dtype="float32",
+        param_dtype="float32",
+    )
+
+
+def _check_window(keys: Keys, context: int, n: int) -> None:
+    """A sliding window changes nothing up to its length, and is refused where it does."""
+    types = keys.take("layer_types")
+    if types is not None and len(types) != n:
+        raise FolderError(
+            f"{keys.place}: 'layer_types' must have num_hidden_layers = {n} entries, got "
+            f"{len(types)}"
+        )
+    if types is not None and set(types) - {"full_attention", "sliding_attention"}:
+        raise keys.unsupported("layer_types")
+    window, used = keys.take("sliding_window"), keys.take("use_sliding_window", True)
+    if types is not None and "sliding_attention" in types and window is None:
+        raise FolderError(
+            f"{keys.place}: 'layer_types' has windows, but no 'sliding_window' is set"
+        )
+    if window is None or not used or (types is not None and "sliding_attention" not in types):
+        return
+    if window < context:
+        raise keys.unsupported(
+            "sliding_window",
+            f": the window is shorter than the context of {context}; pass "
+            f"context_length={window} to use the model up to there",
+        )
+
+
+def to_hf(config: ModelConfig, family: families.Family) -> dict[str, Any]:
+    """The config.json of `config` (without the dtype).
+
+    Raises:
+      ValueError: the family cannot express the model; says why.
+    """
+    if reason := family.refuses(config):
+        raise ValueError(f"family {family.name!r} cannot hold this model: {reason}")
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_types[0],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.num_layers,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.init_std,
+        "use_cache": True,
+        **write_rope(config.rope),
+        **family.write(config),
+    }

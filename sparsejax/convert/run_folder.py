@@ -1,0 +1,87 @@
+"""A converted model as a run's folder, which `experiments/generate.py` takes as its --workdir.
+
+config.json  checkpoints/0  tokenizer/meta.json  tokenizer/tokenizer.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sparsejax.config import ModelConfig
+from sparsejax.convert.save import copy_tokenizer
+from sparsejax.data import ByteTokenizer, HFTokenizer, open_tokenizer
+from sparsejax.training.checkpoint import Checkpointer
+from sparsejax.training.load import load_model
+from sparsejax.training.workdir import Workdir
+from sparsejax.types import Params
+
+
+def save_run(
+    path: str | os.PathLike,
+    config: ModelConfig,
+    params: Params,
+    tokenizer: HFTokenizer | None = None,
+) -> None:
+    """Writes a run's folder with one checkpoint, of step 0 and without optimiser state.
+
+    Args:
+      path: the folder; must not hold checkpoints yet.
+      config: the model.
+      params: its parameters.
+      tokenizer: copied, and named as the run's data, which generation asks for the tokenizer.
+
+    Raises:
+      ValueError: the folder holds checkpoints already.
+    """
+    workdir = Workdir(Path(path))
+    if workdir.checkpoints.is_dir() and any(workdir.checkpoints.iterdir()):
+        raise ValueError(f"{workdir.root} holds checkpoints already; name another folder")
+    corpus = workdir.root.absolute() / "tokenizer"
+    corpus.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        copy_tokenizer(tokenizer, corpus)
+        meta = {"vocab_size": config.vocab_size, "eot_id": tokenizer.eot_id, "splits": {}}
+        (corpus / "meta.json").write_text(json.dumps(meta) + "\n", encoding="utf-8")
+    workdir.config.write_text(json.dumps({"model": config.to_dict()}, indent=1) + "\n", "utf-8")
+    step = jnp.zeros((), jnp.int32)
+    first = jax.tree.leaves(params)[0]
+    if isinstance(first.sharding, NamedSharding):
+        step = jax.device_put(step, NamedSharding(first.sharding.mesh, P()))
+    with Checkpointer(workdir.checkpoints) as checkpointer:
+        extra = {"config": config.to_dict(), "data": {"name": str(corpus)}}
+        checkpointer.save(0, {"params": params, "step": step}, extra)
+
+
+def load_run(
+    path: str | os.PathLike, mesh: Mesh | None = None, *, step: int | None = None
+) -> tuple[ModelConfig, Params, HFTokenizer | None]:
+    """The model of a run's folder: (config, params, tokenizer), as `load` gives them.
+
+    Args:
+      path: a folder of experiments/train.py, or one of `save_run`.
+      mesh: where the parameters go.
+      step: the checkpoint; None takes the newest whole one.
+
+    Returns:
+      The config, the parameters, and the tokenizer of the run's data: None where it is bytes, where
+      the data is no longer in its place, or where it has none.
+
+    Raises:
+      FileNotFoundError: no such run or checkpoint.
+      ValueError: the run's tokenizer is damaged, or the mesh does not fit the model.
+    """
+    model = load_model(path, step=step, mesh=mesh)
+    data = Path(model.data)
+    tokenizer = None
+    if data.is_dir() and (data / "meta.json").is_file():
+        found = open_tokenizer(data)
+        tokenizer = None if isinstance(found, ByteTokenizer) else found
+    assert tokenizer is None or isinstance(tokenizer, HFTokenizer)
+    return model.config, model.params, tokenizer

@@ -1,0 +1,125 @@
+"""Config, parameters and tokenizer as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax.config import ModelConfig
+from sparsejax.convert import config_json, families
+from sparsejax.convert.safetensors_io import DTYPES, MAX_SHARD_BYTES, Tensor, write_folder
+from sparsejax.convert.tensors import counterpart
+from sparsejax.data import HFTokenizer
+from sparsejax.params import check_params, flatten
+from sparsejax.types import Params
+
+# Copied along with tokenizer.json from where it lies.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+def save(
+    path: str | os.PathLike,
+    config: ModelConfig,
+    params: Params,
+    tokenizer: HFTokenizer | None = None,
+    family: str | None = None,
+    dtype: str | None = None,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> str:
+    """Writes a Hugging Face folder; loading it gives back the same bits.
+
+    Shards, index and tokenizer files come first and config.json last, so that a folder whose
+    writing was cut short does not load.
+
+    Args:
+      path: the folder, made if absent; must not hold weights yet.
+      config: the model.
+      params: its parameters.
+      tokenizer: its files are copied, and generation_config.json bars the ids it does not have.
+      family: a name of `sparsejax.convert.FAMILIES`; None takes the first that can hold the model:
+        llama for a plain one, deci where layers differ or lack a part.
+      dtype: "float32", "bfloat16" or "float16"; None keeps each tensor's own.
+      max_shard_bytes: largest file, where a tensor is no larger.
+
+    Returns:
+      The family's name.
+
+    Raises:
+      ValueError: the family (or, with None, every one) cannot hold the model: says why; parameters
+        that do not fit the config; or a folder that holds weights already.
+    """
+    check_params(config, params)
+    allowed = [d.name for d in DTYPES.values()]
+    if dtype is not None and dtype not in allowed:
+        raise ValueError(f"dtype must be one of {allowed} or None, got {dtype!r}")
+    chosen = families.for_config(config) if family is None else families.named(family)
+    values = config_json.to_hf(config, chosen)
+    folder = Path(path)
+    tensors = dict(_tensor(p, leaf, dtype) for p, leaf in flatten(params).items())
+    write_folder(folder, tensors, max_shard_bytes)
+    # Named for old and new readers.
+    common = dtype or _common_dtype(tensors)
+    values |= {"torch_dtype": common, "dtype": common}
+    generation: dict[str, Any] = {"do_sample": False}
+    if tokenizer is not None:
+        copy_tokenizer(tokenizer, folder)
+        values["eos_token_id"] = generation["eos_token_id"] = tokenizer.eot_id
+        generation["pad_token_id"] = tokenizer.eot_id
+        if tokenizer.vocab_size < config.vocab_size:
+            padding = range(tokenizer.vocab_size, config.vocab_size)
+            generation["suppress_tokens"] = list(padding)
+    _write_json(folder / "generation_config.json", generation)
+    _write_json(folder / "config.json", values)
+    return chosen.name
+
+
+def _tensor(path: str, leaf: jax.Array, dtype: str | None) -> tuple[str, Tensor]:
+    name, layout = counterpart(path)
+    kept = jnp.dtype(dtype or leaf.dtype)
+    if kept not in DTYPES.values():
+        raise ValueError(f"{path} has dtype {leaf.dtype}; pass dtype= to write it as another")
+
+    def get() -> np.ndarray:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise ValueError(f"{path} lies on devices of other processes; save from one process")
+        host = np.asarray(leaf)
+        host = host if host.dtype == kept else host.astype(kept)
+        bits = host.view(np.uint16) if kept.itemsize == 2 else host
+        # A copy in their order: writing a strided view would write its bytes as they lie.
+        return np.ascontiguousarray(layout.to_theirs(bits, leaf.shape)).view(kept)
+
+    return name, Tensor(layout.shape(tuple(leaf.shape)), kept, get)
+
+
+def _common_dtype(tensors: dict[str, Tensor]) -> str:
+    widest = max((tensor.dtype for tensor in tensors.values()), key=lambda d: d.itemsize)
+    return widest.name
+
+
+def copy_tokenizer(tokenizer: HFTokenizer, folder: Path) -> None:
+    """Copies tokenizer.json and what lies beside it into `folder`."""
+    for name in TOKENIZER_FILES:
+        source = tokenizer.path if name == "tokenizer.json" else tokenizer.path.with_name(name)
+        if source.is_file():
+            shutil.copyfile(source, folder / name)
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,223 @@
+"""Export: bit for bit back, and (where it is installed) what transformers makes of it."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.flax
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from sparsejax import FFNConfig, LayerConfig, apply, init_params, presets
+from sparsejax.convert import chat_ids, load, save
+from sparsejax.data import HFTokenizer
+from sparsejax.generate import generate
+from sparsejax.params import flatten
+from sparsejax.sharding import MeshConfig, make_mesh, tree_shardings
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = sorted(folder.name for folder in GOLDEN.iterdir())
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None,
+    reason="transformers and torch, as oracles, are not installed (golden/ stands in for them)",
+)
+
+
+def same_bits(ours, theirs):
+    ours, theirs = flatten(ours), flatten(theirs)
+    assert ours.keys() == theirs.keys()
+    for path, leaf in ours.items():
+        assert leaf.dtype == theirs[path].dtype, path
+        assert leaf.shape == theirs[path].shape, path
+        assert np.asarray(leaf).tobytes() == np.asarray(theirs[path]).tobytes(), path
+
+
+def stored(folder):
+    """The folder's tensors, as the safetensors package reads them."""
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= safetensors.flax.load_file(file)
+    return tensors
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_transformers_wrote_comes_out_as_it_went_in(name, tmp_path):
+    config, params, _ = load(GOLDEN / name)
+    save(tmp_path, config, params, max_shard_bytes=30_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    same_bits(stored(GOLDEN / name), stored(tmp_path))
+    again, params_again, _ = load(tmp_path)
+    assert again == config
+    same_bits(params, params_again)
+
+
+def unequal():
+    """4 layers, 4 heads, 2 key/value heads; one layer without attention, one wide, one empty."""
+    config = presets.tiny("dense").replace(d_model=64, vocab_size=96, tie_embeddings=False)
+    a, f = config.layers[0].attention, FFNConfig(d_ff=256, activation="silu")
+    grouped = presets.AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16)
+    assert a is not None
+    wide = FFNConfig(d_ff=768, activation="silu")
+    layers = (
+        LayerConfig(attention=grouped, ffn=f),
+        LayerConfig(attention=None, ffn=wide),
+        LayerConfig(attention=grouped, ffn=FFNConfig(d_ff=100, activation="silu")),
+        LayerConfig(attention=None, ffn=None),
+    )
+    return config.replace(layers=layers)
+
+
+def test_a_model_with_unequal_layers_goes_out_as_deci(tmp_path):
+    config = unequal()
+    params = init_params(config, jax.random.key(0))
+    assert save(tmp_path, config, params) == "deci"
+    blocks = json.loads((tmp_path / "config.json").read_text())["block_configs"]
+    assert [b["attention"]["no_op"] for b in blocks] == [False, True, False, True]
+    assert [b["attention"]["n_heads_in_group"] for b in blocks] == [2, None, 2, None]
+    assert blocks[1]["ffn"]["ffn_mult"] == 18.0  # 768 = 2 * 18 * 64 / 3
+    assert blocks[2]["ffn"]["intermediate_size"] == 100  # no multiple of 256
+    again, params_again, _ = load(tmp_path)
+    # Linear positions and dtypes aside, nothing is lost.
+    assert again == config
+    same_bits(params, params_again)
+
+
+def test_untied_heads_stay_untied_and_tied_ones_have_no_head(tmp_path):
+    for tied in (False, True):
+        config = presets.tiny().replace(tie_embeddings=tied)
+        params = init_params(config, jax.random.key(1))
+        folder = tmp_path / str(tied)
+        assert save(folder, config, params) == "llama"
+        tensors = stored(folder)
+        assert ("lm_head.weight" in tensors) is not tied
+        if not tied:
+            head = np.asarray(params["lm_head"]["kernel"]).T
+            np.testing.assert_array_equal(tensors["lm_head.weight"], head)
+            assert not np.array_equal(head, np.asarray(params["embed"]["embedding"]))
+        assert load(folder)[0].tie_embeddings is tied
+
+
+def test_another_dtype_is_rounded_once(tmp_path):
+    config = presets.tiny()
+    params = init_params(config, jax.random.key(2))
+    save(tmp_path, config, params, dtype="bfloat16")
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    same_bits(load(tmp_path)[1], rounded)
+
+
+def test_a_sharded_model(tmp_path):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    config = presets.tiny()
+    params = init_params(config, jax.random.key(3))
+    save(tmp_path, config, jax.device_put(params, tree_shardings(mesh, params)))
+    same_bits(load(tmp_path)[1], params)
+
+
+def make_tokenizer(folder, words):
+    folder.mkdir()
+    vocab = {f"w{i}": i for i in range(words - 1)} | {"</s>": words - 1}
+    made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m['content'] }} </s> {% endfor %}"
+    template += "{% if add_generation_prompt %}w7{% endif %}"
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return HFTokenizer(folder / "tokenizer.json")
+
+
+def test_the_tokenizer_goes_along_and_padding_rows_are_never_emitted(tmp_path):
+    """An embedding of 64 rows and 50 tokens, as Qwen's 152,064 with 399 ids without a token."""
+    tokenizer = make_tokenizer(tmp_path / "made", 50)
+    config, params, _ = load(GOLDEN / "llama31", dtype="float32")
+    # The rows without a token would win everywhere.
+    table = params["embed"]["embedding"]
+    params = params | {"embed": {"embedding": table.at[50:].set(table[:14] * 20)}}
+    save(tmp_path / "out", config, params, tokenizer)
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["suppress_tokens"] == list(range(50, 64))
+    assert generation["eos_token_id"] == 49
+    again, loaded, found = load(tmp_path / "out")
+    same_bits(params, loaded)  # the padding rows too
+    assert (again.vocab_size, found.vocab_size, found.eot_id) == (64, 50, 49)
+    assert found.encode("w3 w1") == [3, 1]
+    prompts = [[1, 2, 3], [4, 5]]
+    free = generate(again, loaded, prompts, max_new_tokens=16)
+    kept = generate(again, loaded, prompts, max_new_tokens=16, num_tokens=found.vocab_size)
+    assert max(map(max, free)) >= 50 > max(map(max, kept))
+
+
+def test_a_tokenizer_with_more_ids_than_rows(tmp_path):
+    config, params, _ = load(GOLDEN / "llama31")
+    save(tmp_path / "out", config, params, make_tokenizer(tmp_path / "made", 65))
+    with pytest.raises(ValueError, match="has ids up to 64, but the embedding has vocab_size = 64"):
+        load(tmp_path / "out")
+
+
+def test_arguments_that_do_not_fit(tmp_path):
+    config = presets.tiny()
+    params = init_params(config, jax.random.key(4))
+    with pytest.raises(ValueError, match="family 'qwen3' cannot hold this model: qk_norm is False"):
+        save(tmp_path, config, params, family="qwen3")
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        save(tmp_path, config, params, dtype="float8")
+    with pytest.raises(ValueError, match="final_norm/scale: missing"):
+        save(tmp_path, config, {k: v for k, v in params.items() if k != "final_norm"})
+    assert list(tmp_path.iterdir()) == []
+
+
+# Where transformers is installed, it reads what is written.
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["llama31", "llama_linear", "mistral", "qwen2", "qwen3"])
+def test_transformers_reads_it_and_writes_it_back(name, tmp_path):
+    import torch
+    import transformers
+
+    config, params, _ = load(GOLDEN / name, dtype="float32")
+    family = {"mistral": "mistral"}.get(name)
+    save(tmp_path / "ours", config, params, family=family)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    tokens = np.random.default_rng(1).integers(0, 64, (2, 12))
+    with torch.no_grad():
+        want = model(torch.tensor(tokens)).logits.numpy()
+    got = apply(config, params, jnp.asarray(tokens, jnp.int32))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+    model.save_pretrained(tmp_path / "theirs")
+    again, back, _ = load(tmp_path / "theirs")
+    assert again == config
+    same_bits(params, back)
+
+
+@needs_transformers
+def test_a_relu_model_is_a_relu_model_in_transformers(tmp_path):
+    import torch
+    import transformers
+
+    config = presets.tiny()
+    params = init_params(config, jax.random.key(5))
+    save(tmp_path, config, params)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = np.random.default_rng(2).integers(0, 272, (2, 16))
+    with torch.no_grad():
+        want = model(torch.tensor(tokens)).logits.numpy()
+    got = apply(config, params, jnp.asarray(tokens, jnp.int32))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None or importlib.util.find_spec("jinja2") is None,
+    reason="chat templates need transformers and jinja2",
+)
+def test_chat_templates(tmp_path):
+    make_tokenizer(tmp_path / "made", 50)
+    messages = [{"role": "user", "content": "w3 w4"}, {"role": "assistant", "content": "w5"}]
+    assert chat_ids(tmp_path / "made", messages) == [3, 4, 49, 5, 49, 7]
+    assert chat_ids(tmp_path / "made", messages, add_generation_prompt=False) == [3, 4, 49, 5, 49]
