@@ -17,7 +17,8 @@ stay, no matrix is gathered, and every function checks its arguments before it c
 
 Memory: new leaves are made one at a time, and those of the old tree live as long as the caller
 keeps it. With `donate=True` they are freed on the way, and beside the tree there is no more than
-the leaf being made.
+the leaf being made. As everywhere in jax, arrays that share memory with a donated one, such as the
+replicated copies that `jax.device_put` makes of it, go with it.
 """
 
 from sparsejax.surgery.attention import reduce_kv_heads, remove_attention
