@@ -1,0 +1,133 @@
+"""The script, both ways, and generation from what it writes."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from sparsejax import convert, init_params, presets
+from sparsejax.generate import generate
+from sparsejax.params import flatten
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "sparsejax" / "convert" / "golden"
+
+
+@pytest.fixture(scope="module")
+def script():
+    path = ROOT / "experiments" / "convert.py"
+    spec = importlib.util.spec_from_file_location("convert_script", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["convert_script"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A Hugging Face folder with a tokenizer of 64 words."""
+    folder = tmp_path / "hf"
+    config, params, _ = convert.load(GOLDEN / "llama31")
+    convert.save(folder, config, params)
+    vocab = {f"w{i}": i for i in range(63)} | {"</s>": 63}
+    made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_there_and_back_bit_for_bit(script, source, tmp_path, capsys):
+    run, back = tmp_path / "run", tmp_path / "back"
+    assert script.main(["--from", str(source), "--to", str(run)]) == 0
+    count = sum(leaf.size for leaf in jax.tree.leaves(convert.load(source)[1]))
+    line = f"{run}: a run, {count:,} parameters in 2 layers, with 64 tokens\n"
+    assert capsys.readouterr().out == line
+    assert script.main(["--from", str(run), "--to", str(back)]) == 0
+    assert "a Hugging Face folder of the family llama" in capsys.readouterr().out
+    (config, params, _), (again, same, tokenizer) = map(convert.load, (source, back))
+    assert again == config
+    for path, leaf in flatten(params).items():
+        assert np.asarray(leaf).tobytes() == np.asarray(flatten(same)[path]).tobytes()
+    assert tokenizer.encode("w5 w6") == [5, 6]
+    assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_a_converted_model_generates(script, source, tmp_path):
+    run = tmp_path / "run"
+    script.main(["--from", str(source), "--to", str(run)])
+    flags = ["--prompt", "w1 w2 w3", "--max-new-tokens", "8", "--temperature", "0"]
+    result = subprocess.run(
+        [sys.executable, "experiments/generate.py", "--workdir", str(run), *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    config, params, _ = convert.load(source)
+    want = generate(config, params, [[1, 2, 3]], max_new_tokens=8, eos_id=63)[0]
+    assert result.stdout.split() == ["w1", "w2", "w3", *(f"w{i}" for i in want if i != 63)]
+
+
+def test_a_run_of_bytes_goes_out_without_a_tokenizer(script, tmp_path, capsys):
+    config = presets.tiny()
+    convert.save_run(tmp_path / "run", config, init_params(config, jax.random.key(0)))
+    arguments = ["--from", str(tmp_path / "run"), "--to", str(tmp_path / "hf")]
+    assert script.main([*arguments, "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out.endswith("without a tokenizer\n")
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    loaded = convert.load(tmp_path / "hf")[0]
+    assert loaded.layers == config.layers
+    assert loaded.param_dtype == "bfloat16"
+    with pytest.raises(ValueError, match="holds checkpoints already"):
+        convert.save_run(tmp_path / "run", config, init_params(config, jax.random.key(0)))
+
+
+def test_the_report(script, source, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i % 60}" for i in range(300)))
+    arguments = ["--from", str(source), "--to", str(tmp_path / "run"), "--report", str(text)]
+    assert script.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("256 tokens\n")  # two rows of the context's 128
+    assert "by FLOPs alone the sparse path gains 1.00x on the model as it is" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "holds neither checkpoints/"),
+        (["--from", str(GOLDEN / "qwen2"), "--family", "llama"], "--family has no meaning where"),
+        (["--from", str(GOLDEN / "qwen2"), "--step", "3"], "--step has no meaning where"),
+        (["--from", str(GOLDEN / "qwen2"), "--report", "x.txt"], "--report needs a tokenizer"),
+    ],
+)
+def test_flags_that_do_not_fit(script, tmp_path, flags, message):
+    with pytest.raises(ValueError, match=message):
+        script.main(["--from", str(tmp_path), "--to", str(tmp_path / "out"), *flags])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_folder_ends_with_one_line(source, tmp_path):
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(values | {"mlp_bias": True}))
+    result = subprocess.run(
+        [sys.executable, "experiments/convert.py", "--from", source, "--to", tmp_path / "run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"convert.py: {source}/config.json: 'mlp_bias' = True changes the mathematics and is not "
+        "supported\n"
+    )
