@@ -8,6 +8,7 @@
 | `split_ffn` | one feed-forward layer becomes parallel ones | equal |
 | `permute_neurons` | the order of neurons | equal |
 | `prune_ffn` | fewer neurons (a report as third value) | approximation |
+| `drop_dead_neurons` | fewer neurons (a report) | equal on the tokens it was shown |
 | `reduce_kv_heads` | fewer key/value heads | approximation |
 
 They never change their arguments; leaves that stay are shared between the trees. Arrays, arrays on
@@ -25,13 +26,20 @@ from sparsejax.surgery.attention import reduce_kv_heads, remove_attention
 from sparsejax.surgery.fuse import FusionReport, fuse_ffns, plan_fusion, split_ffn
 from sparsejax.surgery.neurons import channel_contribution, permute_neurons
 from sparsejax.surgery.parallel import parallelize_blocks
-from sparsejax.surgery.prune import PrunedLayer, PruneReport, prune_ffn, remove_ffn
+from sparsejax.surgery.prune import (
+    PrunedLayer,
+    PruneReport,
+    drop_dead_neurons,
+    prune_ffn,
+    remove_ffn,
+)
 
 __all__ = [
     "FusionReport",
     "PruneReport",
     "PrunedLayer",
     "channel_contribution",
+    "drop_dead_neurons",
     "fuse_ffns",
     "parallelize_blocks",
     "permute_neurons",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from sparsejax.surgery.common import (
     take_apart,
     whole_number,
 )
-from sparsejax.surgery.neurons import take_neurons
+from sparsejax.surgery.neurons import channel_contribution, take_neurons
 from sparsejax.types import Params
 
 
@@ -149,6 +149,43 @@ def prune_ffn(
         new_ffn = dataclasses.replace(layer.ffn, d_ff=plan.after)
         parts[plan.layer] = dataclasses.replace(layer, ffn=new_ffn), part
     return *put_together(config, params, parts), PruneReport(layers=tuple(plans))
+
+
+def drop_dead_neurons(
+    config: ModelConfig,
+    params: Params,
+    batches: Iterable[Any],
+    layers: Layers | None = None,
+    *,
+    multiple: int = 1,
+    donate: bool = False,
+) -> tuple[ModelConfig, Params, PruneReport]:
+    """`prune_ffn` of the neurons that contribute nothing on any token of `batches`.
+
+    On these tokens the function is unchanged, to rounding; a neuron that is silent there may speak
+    elsewhere. At least `multiple` neurons of each layer stay, dead or not.
+
+    Args:
+      config: the model.
+      params: its parameters.
+      batches: as for `channel_contribution`.
+      layers: one index or several; None for all whose neurons can be silent (ReLU).
+      multiple: what widths are rounded up to, with dead neurons.
+      donate: free each old leaf as soon as its successor exists. The old tree is unusable then.
+
+    Returns:
+      (config, params, report).
+
+    Raises:
+      ValueError: as `channel_contribution` and `prune_ffn`.
+    """
+    name = "drop_dead_neurons"
+    chosen = layer_indices(name, config, config.sparse_layers if layers is None else layers)
+    scores = channel_contribution(config, params, batches, chosen)
+    alive = {i: max(1, int(np.count_nonzero(score))) for i, score in scores.items()}
+    return prune_ffn(
+        config, params, chosen, keep=alive, scores=scores, multiple=multiple, donate=donate
+    )
 
 
 def _plan(

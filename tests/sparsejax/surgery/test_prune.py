@@ -12,7 +12,14 @@ import sparsejax
 from sparsejax import param_shapes
 from sparsejax.config import FFNConfig, LayerConfig
 from sparsejax.params import flatten
-from sparsejax.surgery import PrunedLayer, PruneReport, channel_contribution, prune_ffn, remove_ffn
+from sparsejax.surgery import (
+    PrunedLayer,
+    PruneReport,
+    channel_contribution,
+    drop_dead_neurons,
+    prune_ffn,
+    remove_ffn,
+)
 from tests.sparsejax.surgery.test_attention import ATTENTION, TOKENS
 from tests.sparsejax.surgery.test_attention import CONFIG as BASE
 from tests.sparsejax.test_model import close, np_model, random_params
@@ -120,6 +127,27 @@ def test_silent_neurons_by_their_contribution():
     assert report.layers[0].after == 10 > (scores[0] > 0).sum() > 5
     assert report.layers[0].score_kept == 1.0
     close(apply(config, left), np.asarray(apply(CONFIG, params), np.float64))
+
+
+def test_dead_neurons_go_and_the_function_stays():
+    params = random_params(CONFIG)
+    for i in (0, 2):
+        ffn = params[f"layer_{i}"]["ffn"]
+        ffn["gate_bias"] = ffn["gate_bias"].at[jnp.array([3, 8, 20])].set(-100.0)
+    want = np.asarray(apply(CONFIG, params), np.float64)
+    tokens = [TOKENS[:1], TOKENS[1:]]
+    config, left, report = drop_dead_neurons(CONFIG, params, tokens)
+    assert [pruned.layer for pruned in report.layers] == [0, 2]  # SiLU is never silent
+    for pruned in report.layers:
+        assert not {3, 8, 20} & set(pruned.kept) and pruned.score_kept == 1.0
+        assert pruned.after == config.layers[pruned.layer].ffn.d_ff <= 27
+    close(apply(config, left), want)
+    # All dead: some stay, and the width is a multiple.
+    params["layer_0"]["ffn"]["gate_bias"] = jnp.full(30, -100.0)
+    config, *_ = drop_dead_neurons(CONFIG, params, tokens, 0, multiple=4)
+    assert [layer.ffn.d_ff for layer in config.layers] == [4, 20, 30]
+    with pytest.raises(ValueError, match="drop_dead_neurons: layers names layer 3"):
+        drop_dead_neurons(CONFIG, params, tokens, 3)
 
 
 def test_under_jit():
