@@ -58,6 +58,7 @@ def from_hf(
         add_cross_attention=(False,),
         tie_encoder_decoder=(False,),
         is_decoder=(True, False),
+        pruned_heads=({},),
     )
     d_model, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
     stored = keys.take("head_dim")
@@ -79,7 +80,7 @@ def from_hf(
     tied = keys.take("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise FolderError(f"{place}: 'tie_word_embeddings' must be true or false, got {tied!r}")
-    rope, eps = read_rope(keys, head_dim), keys.real("rms_norm_eps", 1e-6)
+    rope, eps = read_rope(keys), keys.real("rms_norm_eps", 1e-6)
     init_std, vocab_size = keys.real("initializer_range", 0.02), keys.whole("vocab_size")
     keys.finish()
     return ModelConfig(

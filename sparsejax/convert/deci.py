@@ -13,6 +13,32 @@ from sparsejax.convert.keys import WRITTEN, Keys, read_activation
 from sparsejax.convert.safetensors_io import FolderError
 
 _MULTIPLE = 256
+# Neither transformers nor vLLM brings a config class for this model type; they ask the folder.
+CONFIG_FILE = "configuration_decilm.py"
+CONFIG_CLASS = '''"""Lets transformers, and servers built on it, read this folder's config.json."""
+
+from transformers import LlamaConfig
+
+
+class Part(dict):
+    """A dict whose entries are attributes too."""
+
+    def __getattr__(self, name):
+        if name not in self:
+            raise AttributeError(name)
+        value = self[name]
+        return Part(value) if isinstance(value, dict) else value
+
+
+class DeciLMConfig(LlamaConfig):
+    """Llama's settings, and one entry of `block_configs` per layer."""
+
+    model_type = "nemotron-nas"
+
+    def __init__(self, block_configs=None, **kwargs):
+        super().__init__(**kwargs)
+        self.block_configs = [Part(block) for block in block_configs or []]
+'''
 
 
 def width(ffn_mult: float, d_model: int) -> int:
@@ -141,6 +167,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": WRITTEN[activation],
         "attention_bias": False,
         "mlp_bias": False,
+        "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"},
         "block_configs": [_write_block(layer, config.d_model) for layer in config.layers],
     }
 

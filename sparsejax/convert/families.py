@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparsejax.config import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
@@ -35,6 +35,7 @@ class Family:
       read_layers: (keys, head_dim) -> one LayerConfig per layer.
       write: config -> the family's own keys.
       refuses: config -> why the family cannot express it, empty if it can.
+      files: further files of the folder, text by name.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Family:
     read_layers: Callable[[Keys, int], Layers]
     write: Callable[[ModelConfig], dict[str, Any]]
     refuses: Callable[[ModelConfig], str]
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def _uniform(keys: Keys, head_dim: int, ffn: FFNConfig, **attention: bool) -> Layers:
@@ -197,6 +199,7 @@ FAMILIES: tuple[Family, ...] = (
         deci.read_layers,
         deci.write,
         deci.refuses,
+        {deci.CONFIG_FILE: deci.CONFIG_CLASS},
     ),
 )
 

@@ -23,27 +23,41 @@ HARMLESS = frozenset(
         "auto_map",
         "block_return_only_hidden_states",
         "bos_token_id",
+        "cache_implementation",
+        "do_sample",
         "dtype",
         "eos_token_id",
+        "finetuning_task",
         "id2label",
+        "is_llama_config",
         "label2id",
         "llama4_attn_implementation",
+        "max_length",
         "max_window_layers",
         "model_type",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
+        "output_scores",
         "pad_token_id",
         "pretraining_tp",
         "problem_type",
         "return_dict",
         "router_aux_loss_coef",
         "router_z_loss_coef",
+        "sep_token_id",
         "task_specific_params",
+        "temperature",
         "tokenizer_class",
+        "top_k",
+        "top_p",
         "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
         "transformers_version",
         "unk_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
         "use_bfloat16",
         "use_cache",
     }
@@ -148,7 +162,7 @@ def read_activation(keys: Keys, key: str = "hidden_act") -> Any:
     return ACTIVATIONS[name]
 
 
-def read_rope(keys: Keys, head_dim: int) -> RopeConfig:
+def read_rope(keys: Keys) -> RopeConfig:
     """Rotary settings, from `rope_parameters` as from the older `rope_theta` and `rope_scaling`.
 
     Raises:
@@ -158,7 +172,7 @@ def read_rope(keys: Keys, head_dim: int) -> RopeConfig:
     theta = keys.take("rope_theta")
     old, new = keys.take("rope_scaling"), keys.take("rope_parameters")
     keys.only(partial_rotary_factor=(1.0,), rotary_pct=(1.0,), rope_interleaved=(False,))
-    keys.only(position_embedding_type=("rope",))
+    keys.only(position_embedding_type=("rope",), use_mrope=(False,))
     spoken = [_rope(keys, name, value, theta) for name, value in _named(old, new)]
     if not spoken:
         return RopeConfig(theta=1e4 if theta is None else keys.real("rope_theta"))

@@ -128,7 +128,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     if not isinstance(header, dict):
         raise FolderError(f"{file}: the header is no JSON object")
     header.pop("__metadata__", None)
-    entries, end = {}, 0
+    entries = {}
     for name, spec in header.items():
         try:
             dtype, shape = spec["dtype"], tuple(int(n) for n in spec["shape"])
@@ -142,12 +142,14 @@ def read_header(file: Path) -> dict[str, Entry]:
                 f"{file}: {name} of shape {list(shape)} and dtype {dtype} has {stop - begin} bytes"
             )
         entries[name] = Entry(name, file, dtype, shape, 8 + length + begin, stop - begin)
-        end = max(end, stop)
-    if 8 + length + end != total:
-        what = "truncated" if 8 + length + end > total else "damaged"
-        raise FolderError(
-            f"{file} is {what}: it has {total} bytes, its header asks for {8 + length + end}"
-        )
+    end = 8 + length
+    for entry in sorted(entries.values(), key=lambda e: (e.begin, e.size)):
+        if entry.begin != end:
+            raise FolderError(f"{file} is damaged: {entry.name} does not begin where data ends")
+        end += entry.size
+    if end != total:
+        what = "truncated" if end > total else "damaged"
+        raise FolderError(f"{file} is {what}: it has {total} bytes, its header asks for {end}")
     return entries
 
 

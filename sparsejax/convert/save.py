@@ -85,6 +85,8 @@ def save(
         if tokenizer.vocab_size < config.vocab_size:
             padding = range(tokenizer.vocab_size, config.vocab_size)
             generation["suppress_tokens"] = list(padding)
+    for name, text in chosen.files.items():
+        (folder / name).write_text(text, encoding="utf-8")
     _write_json(folder / "generation_config.json", generation)
     _write_json(folder / "config.json", values)
     return chosen.name

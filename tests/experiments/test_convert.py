@@ -20,14 +20,18 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "sparsejax" / "convert" / "golden"
 
 
-@pytest.fixture(scope="module")
-def script():
-    path = ROOT / "experiments" / "convert.py"
-    spec = importlib.util.spec_from_file_location("convert_script", path)
+def load_script(name):
+    path = ROOT / "experiments" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_script", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["convert_script"] = module
+    sys.modules[f"{name}_script"] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script("convert")
 
 
 @pytest.fixture
@@ -60,21 +64,16 @@ def test_there_and_back_bit_for_bit(script, source, tmp_path, capsys):
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
-def test_a_converted_model_generates(script, source, tmp_path):
+def test_a_converted_model_generates(script, source, tmp_path, capsys):
     run = tmp_path / "run"
     script.main(["--from", str(source), "--to", str(run)])
+    capsys.readouterr()
     flags = ["--prompt", "w1 w2 w3", "--max-new-tokens", "8", "--temperature", "0"]
-    result = subprocess.run(
-        [sys.executable, "experiments/generate.py", "--workdir", str(run), *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    assert load_script("generate").main(["--workdir", str(run), *flags]) == 0
     config, params, _ = convert.load(source)
     want = generate(config, params, [[1, 2, 3]], max_new_tokens=8, eos_id=63)[0]
-    assert result.stdout.split() == ["w1", "w2", "w3", *(f"w{i}" for i in want if i != 63)]
+    text = ["w1", "w2", "w3", *(f"w{i}" for i in want if i != 63)]
+    assert capsys.readouterr().out.split() == text
 
 
 def test_a_run_of_bytes_goes_out_without_a_tokenizer(script, tmp_path, capsys):

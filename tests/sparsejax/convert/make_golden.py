@@ -97,9 +97,9 @@ class NoMLP(torch.nn.Module):
         return torch.zeros_like(x)
 
 
-def unequal_layers(model, base):
+def unequal_layers(model, base, blocks=BLOCKS):
     """Gives each layer of a Llama its own widths, from transformers' own parts."""
-    for i, (layer, (kv_heads, d_ff)) in enumerate(zip(model.model.layers, BLOCKS, strict=True)):
+    for i, (layer, (kv_heads, d_ff)) in enumerate(zip(model.model.layers, blocks, strict=True)):
         own = base | {"num_key_value_heads": kv_heads or 4, "intermediate_size": d_ff or 48}
         config = transformers.LlamaConfig(**own)
         config._attn_implementation = "eager"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from sparsejax import apply, rope
-from sparsejax.convert import FolderError, load
+from sparsejax import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, apply, init_params, rope
+from sparsejax.convert import FolderError, load, save
 from sparsejax.generate import generate
 from sparsejax.params import flatten
 from sparsejax.sharding import MeshConfig, make_mesh
@@ -152,6 +153,27 @@ def test_on_a_mesh_every_device_gets_its_part():
     assert params["layer_0"]["ffn"]["down"].sharding.shard_shape((48, 32)) == (24, 16)
     with pytest.raises(ValueError, match="does not divide over 'tensor' = 8"):
         load(GOLDEN / "qwen2", make_mesh(MeshConfig(tensor=8)))
+
+
+def test_one_tensor_at_a_time(tmp_path):
+    """What is allocated on the way stays below the result and three of the largest tensors."""
+    attention = AttentionConfig(num_heads=8, num_kv_heads=8, head_dim=64)
+    layer = LayerConfig(attention=attention, ffn=FFNConfig(d_ff=512, activation="silu"))
+    config = ModelConfig(vocab_size=512, d_model=512, layers=(layer,) * 3)
+    params = init_params(config, jax.random.key(0))
+    save(tmp_path, config, params, max_shard_bytes=5_000_000)
+    result = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert result > 20 * largest
+    for dtype in ("float32", "bfloat16"):
+        tracemalloc.start()
+        loaded = load(tmp_path, dtype=dtype)[1]
+        jax.block_until_ready(loaded)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        kept = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded))
+        # NumPy's arrays are traced, and XLA keeps the aligned ones as they are.
+        assert largest <= peak < kept + 3 * largest
 
 
 def copy(name, tmp_path):

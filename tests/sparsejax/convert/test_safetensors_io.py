@@ -165,6 +165,7 @@ def test_a_file_that_is_too_long(tmp_path, arrays):
         (b'{"x": {"dtype": "F32", "shape": [2]}}', "the header's entry of x is damaged"),
         (b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "of shape .2. and dtyp"),
         (b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}', "has the offsets"),
+        (b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', "x does not begin wher"),
     ],
 )
 def test_a_damaged_header(tmp_path, header, message):

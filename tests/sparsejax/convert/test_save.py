@@ -81,7 +81,6 @@ def test_a_model_with_unequal_layers_goes_out_as_deci(tmp_path):
     assert blocks[1]["ffn"]["ffn_mult"] == 18.0  # 768 = 2 * 18 * 64 / 3
     assert blocks[2]["ffn"]["intermediate_size"] == 100  # no multiple of 256
     again, params_again, _ = load(tmp_path)
-    # Linear positions and dtypes aside, nothing is lost.
     assert again == config
     same_bits(params, params_again)
 
@@ -210,6 +209,59 @@ def test_a_relu_model_is_a_relu_model_in_transformers(tmp_path):
         want = model(torch.tensor(tokens)).logits.numpy()
     got = apply(config, params, jnp.asarray(tokens, jnp.int32))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+@needs_transformers
+def test_unequal_layers_in_transformers_own_parts_and_back(tmp_path):
+    import torch
+    import transformers
+
+    spec = importlib.util.spec_from_file_location("make_golden", GOLDEN.parent / "make_golden.py")
+    parts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(parts)
+    config = unequal()
+    params = init_params(config, jax.random.key(6))
+    save(tmp_path / "ours", config, params)
+    base = {
+        **{"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
+        **{"rope_theta": 1e4, "rms_norm_eps": 1e-5, "max_position_embeddings": 256},
+    }
+    theirs = transformers.LlamaConfig(**base)
+    theirs._attn_implementation = "eager"
+    model = transformers.LlamaForCausalLM(theirs)
+    parts.unequal_layers(model, base, ((2, 256), (None, 768), (2, 100), (None, None)))
+    weights = {k: torch.tensor(np.asarray(v)) for k, v in stored(tmp_path / "ours").items()}
+    model.load_state_dict(weights, strict=True)
+    tokens = np.random.default_rng(3).integers(0, 96, (2, 16))
+    with torch.no_grad():
+        want = model(torch.tensor(tokens), use_cache=False).logits.numpy()
+    got = apply(config, params, jnp.asarray(tokens, jnp.int32))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+    model.save_pretrained(tmp_path / "theirs")
+    own = (tmp_path / "ours" / "config.json").read_text()
+    (tmp_path / "theirs" / "config.json").write_text(own)
+    again, back, _ = load(tmp_path / "theirs")
+    assert again == config
+    same_bits(params, back)
+
+
+@needs_transformers
+def test_transformers_reads_the_config_of_unequal_layers(tmp_path):
+    import transformers
+
+    config = unequal()
+    save(tmp_path, config, init_params(config, jax.random.key(7)))
+    read = transformers.AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    assert (read.model_type, read.num_hidden_layers) == ("nemotron-nas", 4)
+    # What vLLM's model of this type asks for.
+    first, second, third, last = read.block_configs
+    assert (first.attention.no_op, first.attention.n_heads_in_group) == (False, 2)
+    assert (second.attention.no_op, second.ffn.ffn_mult) == (True, 18.0)
+    assert (hasattr(third.ffn, "ffn_mult"), third.ffn.intermediate_size) == (False, 100)
+    assert last.ffn.no_op
+    read.save_pretrained(tmp_path / "again")
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert written["block_configs"][1]["ffn"]["ffn_mult"] == 18.0
 
 
 @pytest.mark.skipif(
