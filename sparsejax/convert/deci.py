@@ -48,11 +48,11 @@ def width(ffn_mult: float, d_model: int) -> int:
 
 def read_layers(keys: Keys, head_dim: int) -> tuple[LayerConfig, ...]:
     """One LayerConfig per block."""
-    keys.only(attention_bias=(False,), mlp_bias=(False,), qkv_bias=(False,), bias=(False,))
+    keys.only(attention_bias=(False,), mlp_bias=(False,), bias=(False,))
     keys.only(o_proj_bias=(False,), logit_scale=(1, 1.0))
     keys.take("num_key_value_heads")  # replaced by the blocks' own
     heads, n = keys.whole("num_attention_heads"), keys.whole("num_hidden_layers")
-    activation = read_activation(keys)
+    activation, bias = read_activation(keys), bool(keys.take("qkv_bias", False))
     d_model = keys.whole("hidden_size")
     blocks, per_layer = keys.take("block_configs"), keys.take("num_key_value_heads_per_layer")
     if blocks is None:
@@ -60,7 +60,9 @@ def read_layers(keys: Keys, head_dim: int) -> tuple[LayerConfig, ...]:
             raise FolderError(f"{keys.place}: key 'block_configs' is missing")
         ffn = FFNConfig(d_ff=keys.whole("intermediate_size"), activation=activation)
         _check_length(keys, "num_key_value_heads_per_layer", per_layer, n)
-        layers = [LayerConfig(attention=_attention(heads, g, head_dim), ffn=ffn) for g in per_layer]
+        layers = [
+            LayerConfig(attention=_attention(heads, g, head_dim, bias), ffn=ffn) for g in per_layer
+        ]
         return tuple(layers)
     keys.take("intermediate_size")
     _check_length(keys, "block_configs", blocks, n)
@@ -72,7 +74,7 @@ def read_layers(keys: Keys, head_dim: int) -> tuple[LayerConfig, ...]:
         ffn = Keys(outer.take("ffn", {}), f"{place}.ffn")
         layers.append(
             LayerConfig(
-                attention=_read_attention(attention, heads, head_dim),
+                attention=_read_attention(attention, heads, head_dim, bias),
                 ffn=_read_ffn(ffn, d_model, activation),
             )
         )
@@ -87,11 +89,11 @@ def _check_length(keys: Keys, key: str, values: Any, n: int) -> None:
         raise FolderError(f"{keys.place}: {key!r} must have num_hidden_layers = {n} entries, {got}")
 
 
-def _attention(heads: int, kv_heads: int, head_dim: int) -> AttentionConfig:
-    return AttentionConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+def _attention(heads: int, kv_heads: int, head_dim: int, bias: bool) -> AttentionConfig:
+    return AttentionConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, qkv_bias=bias)
 
 
-def _read_attention(keys: Keys, heads: int, head_dim: int) -> AttentionConfig | None:
+def _read_attention(keys: Keys, heads: int, head_dim: int, bias: bool) -> AttentionConfig | None:
     no_op = bool(keys.take("no_op", False))
     keys.only(replace_with_linear=(False,))
     group, kv_heads = keys.take("n_heads_in_group"), keys.take("num_key_value_heads")
@@ -108,7 +110,7 @@ def _read_attention(keys: Keys, heads: int, head_dim: int) -> AttentionConfig | 
                 f"{group}"
             )
         kv_heads = heads // group
-    return _attention(heads, kv_heads, head_dim)
+    return _attention(heads, kv_heads, head_dim, bias)
 
 
 def _read_ffn(keys: Keys, d_model: int, activation: Any) -> FFNConfig | None:
@@ -145,8 +147,10 @@ def refuses(config: ModelConfig) -> str:
     ffns = [layer.ffn for layer in config.layers if layer.ffn is not None]
     if not attention:
         return "no layer has attention, so nothing says the number of heads"
-    if any(a.qkv_bias or a.qk_norm for a in attention):
-        return "attention has qkv_bias or qk_norm"
+    if any(a.qk_norm for a in attention):
+        return "attention has qk_norm"
+    if len({a.qkv_bias for a in attention}) > 1:
+        return "some layers have qkv_bias and some do not"
     if len({(a.num_heads, a.head_dim) for a in attention}) > 1:
         return "the number or width of query heads differs between layers"
     if not all(f.gated for f in ffns):
@@ -160,7 +164,9 @@ def write(config: ModelConfig) -> dict[str, Any]:
     """The keys of a model whose layers may all differ."""
     attention = next(layer.attention for layer in config.layers if layer.attention is not None)
     activation = next((layer.ffn.activation for layer in config.layers if layer.ffn), "silu")
-    return {
+    # vLLM reads qkv_bias; attention_bias would put a bias on the output projection too.
+    bias = {"qkv_bias": True} if attention.qkv_bias else {}
+    return bias | {
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": None,
         "head_dim": attention.head_dim,

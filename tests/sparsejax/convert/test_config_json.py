@@ -179,6 +179,15 @@ def test_widths_of_published_blocks():
         assert "intermediate_size" not in written["block_configs"][0]["ffn"]
 
 
+def test_biases_with_unequal_layers():
+    config = build(attention={"qkv_bias": True}, ffn={"activation": "silu"})
+    config = config.replace(layers=(config.layers[0], LayerConfig(attention=None, ffn=None)))
+    family = families.for_config(config)
+    written = to_hf(config, family)
+    assert (family.name, written["qkv_bias"], written["attention_bias"]) == ("deci", True, False)
+    assert from_hf(written).layers == config.layers
+
+
 def test_the_first_deci_models_list_their_key_value_heads():
     changed = values("llama31", model_type="deci", architectures=["DeciLMForCausalLM"])
     changed["num_key_value_heads_per_layer"] = [4, 1]
@@ -220,7 +229,7 @@ def build(attention=None, ffn=None, **changes):
     ("config", "reason"),
     [
         (build(ffn={"gate_bias": True}), "layer 0 has a gate_bias"),
-        (build(attention={"qk_norm": True, "qkv_bias": True}), "qkv_bias or qk_norm"),
+        (build(attention={"qk_norm": True, "qkv_bias": True}), "attention has qk_norm"),
         (build(ffn={"gated": False, "activation": "silu"}), "not gated"),
         (build(layers=()), "no layer has attention"),
     ],

@@ -12,7 +12,7 @@ import safetensors.flax
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from sparsejax import FFNConfig, LayerConfig, apply, init_params, presets
+from sparsejax import FFNConfig, LayerConfig, apply, init_params, presets, surgery
 from sparsejax.convert import chat_ids, load, save
 from sparsejax.data import HFTokenizer
 from sparsejax.generate import generate
@@ -85,6 +85,22 @@ def test_a_model_with_unequal_layers_goes_out_as_deci(tmp_path):
     same_bits(params, params_again)
 
 
+def test_a_fused_model_goes_out_as_deci(tmp_path):
+    config = presets.tiny("dense")
+    params = init_params(config, jax.random.key(0))
+    config, params = surgery.remove_attention(config, params, (1, 2))
+    config, params = surgery.fuse_ffns(config, params, [(1, 2)])[:2]
+    assert [layer.attention is None for layer in config.layers] == [False, True, False]
+    assert save(tmp_path, config, params) == "deci"
+    again, back, _ = load(tmp_path)
+    assert again == config
+    same_bits(params, back)
+    assert stored(tmp_path)["model.layers.1.mlp.up_proj.weight"].shape == (1024, 128)
+    parallel = surgery.parallelize_blocks(config, params, [(0, 1)])
+    with pytest.raises(ValueError, match="layer 1 runs in parallel with the one before"):
+        save(tmp_path / "parallel", *parallel[:2])
+
+
 def test_untied_heads_stay_untied_and_tied_ones_have_no_head(tmp_path):
     for tied in (False, True):
         config = presets.tiny().replace(tie_embeddings=tied)
@@ -132,24 +148,26 @@ def make_tokenizer(folder, words):
 
 
 def test_the_tokenizer_goes_along_and_padding_rows_are_never_emitted(tmp_path):
-    """An embedding of 64 rows and 50 tokens, as Qwen's 152,064 with 399 ids without a token."""
-    tokenizer = make_tokenizer(tmp_path / "made", 50)
-    config, params, _ = load(GOLDEN / "llama31", dtype="float32")
-    # The rows without a token would win everywhere.
+    """152,064 rows of which 399 have no token: export keeps them, generation never emits them."""
+    rows, ids = 152_064, 151_665
+    tokenizer = make_tokenizer(tmp_path / "made", ids)
+    config = presets.tiny("dense").replace(vocab_size=rows, d_model=16)
+    config = config.replace(layers=config.layers[:1])
+    params = init_params(config, jax.random.key(8))
+    # Rows without a token that would win everywhere.
     table = params["embed"]["embedding"]
-    params = params | {"embed": {"embedding": table.at[50:].set(table[:14] * 20)}}
+    params = params | {"embed": {"embedding": table.at[ids:].set(table[: rows - ids] * 20)}}
     save(tmp_path / "out", config, params, tokenizer)
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert generation["suppress_tokens"] == list(range(50, 64))
-    assert generation["eos_token_id"] == 49
+    assert generation["suppress_tokens"] == list(range(ids, rows))
+    assert generation["eos_token_id"] == ids - 1
     again, loaded, found = load(tmp_path / "out")
     same_bits(params, loaded)  # the padding rows too
-    assert (again.vocab_size, found.vocab_size, found.eot_id) == (64, 50, 49)
+    assert (again.vocab_size, found.vocab_size, found.eot_id) == (rows, ids, ids - 1)
     assert found.encode("w3 w1") == [3, 1]
-    prompts = [[1, 2, 3], [4, 5]]
-    free = generate(again, loaded, prompts, max_new_tokens=16)
-    kept = generate(again, loaded, prompts, max_new_tokens=16, num_tokens=found.vocab_size)
-    assert max(map(max, free)) >= 50 > max(map(max, kept))
+    free = generate(again, loaded, [[1, 2, 3]], max_new_tokens=8)
+    kept = generate(again, loaded, [[1, 2, 3]], max_new_tokens=8, num_tokens=found.vocab_size)
+    assert max(free[0]) >= ids > max(kept[0])
 
 
 def test_a_tokenizer_with_more_ids_than_rows(tmp_path):

@@ -1,0 +1,47 @@
+"""A converted model as a run's folder, on a mesh and without its tokenizer."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from sparsejax.convert import load, load_run, save_run
+from sparsejax.params import flatten
+from sparsejax.sharding import MeshConfig, make_mesh
+from sparsejax.training.load import load_model
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def test_on_a_mesh(tmp_path):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    config, params, _ = load(GOLDEN / "qwen2", mesh)
+    save_run(tmp_path, config, params)
+    again, back, tokenizer = load_run(tmp_path, mesh)
+    assert (again, tokenizer) == (config, None)
+    for path, leaf in flatten(params).items():
+        assert flatten(back)[path].sharding == leaf.sharding
+        assert np.asarray(flatten(back)[path]).tobytes() == np.asarray(leaf).tobytes()
+    assert load_model(tmp_path).step == 0
+    assert json.loads((tmp_path / "config.json").read_text())["model"] == config.to_dict()
+
+
+def test_a_run_whose_tokenizer_is_no_longer_in_its_place(tmp_path):
+    config, params, _ = load(GOLDEN / "llama31")
+    save_run(tmp_path / "run", config, params)
+    shutil.rmtree(tmp_path / "run" / "tokenizer")
+    assert load_run(tmp_path / "run")[2] is None
+
+
+def test_a_folder_with_checkpoints_is_not_written_over(tmp_path):
+    config, params, _ = load(GOLDEN / "llama31")
+    save_run(tmp_path, config, params)
+    before = jax.tree.map(np.asarray, load_run(tmp_path)[1])
+    with pytest.raises(ValueError, match="holds checkpoints already"):
+        save_run(tmp_path, config, params)
+    jax.tree.map(np.testing.assert_array_equal, before, load_run(tmp_path)[1])
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        load_run(tmp_path / "absent")
