@@ -126,7 +126,7 @@ def block_configs():
 
 def build(name):
     kind, settings, dtype, _ = MODELS[name]
-    torch.manual_seed(sum(name.encode()))
+    torch.manual_seed(sum(name.encode()) + 1)
     base = COMMON | settings
     config = getattr(transformers, f"{kind}Config")(**base)
     config._attn_implementation = "eager"
@@ -136,11 +136,14 @@ def build(name):
     with torch.no_grad():
         for path, weight in model.named_parameters():
             if path.endswith("bias"):
-                weight.copy_(3 * torch.randn_like(weight))
+                # One on v goes to all tokens alike: with more, one token follows everything.
+                weight.copy_((0.5 if "v_proj" in path else 2.0) * torch.randn_like(weight))
             elif "norm" in path:
                 weight.copy_(1 + 0.3 * torch.randn_like(weight))
             else:
-                weight.copy_(0.2 * torch.randn_like(weight))
+                # Against a tied embedding layers must be strong, or each token follows itself.
+                strong = base.get("tie_word_embeddings") and "embed" not in path
+                weight.copy_((0.4 if strong else 0.2) * torch.randn_like(weight))
             # What the files can hold, so that float32 computes from the very same numbers. (Casting
             # the model would also round the rotary frequencies.)
             weight.copy_(weight.to(getattr(torch, dtype)))
