@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import gated_ffn
+from pallas_kernels import UnsupportedError, gated_ffn
 from pallas_kernels.gated_ffn import config as configs
 from pallas_kernels.gated_ffn import pallas_triton
 from pallas_kernels.gated_ffn.reference import is_active
@@ -277,4 +277,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UnsupportedError as error:
+        raise SystemExit(f"bench_ffn.py: {error}") from None

@@ -19,7 +19,7 @@ from sparsejax.training.config import TrainConfig
 from sparsejax.training.loop import NonFiniteLossError, train
 
 # What a user can mend: shown as one line, without a traceback.
-EXPECTED = (ValueError, FileNotFoundError, UnsupportedError, CheckpointError, NonFiniteLossError)
+EXPECTED = (ValueError, OSError, UnsupportedError, CheckpointError, NonFiniteLossError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +57,19 @@ def main(args: Args) -> int:
     first, last = summary.get("first"), summary.get("last")
     if first and last:
         print(
-            f"{summary['status']} at step {summary['step']}: cross-entropy {first['ce']:.3f} -> "
-            f"{last['ce']:.3f} nats per token, active neurons {first['nnz']:.1f} -> "
-            f"{last['nnz']:.1f} per token and layer"
+            f"{summary['status']} at step {summary['step']}: training cross-entropy "
+            f"{first['ce']:.3f} -> {last['ce']:.3f} nats per token, active neurons per token and "
+            f"layer {first['nnz']:.1f} -> {last['nnz']:.1f}"
         )
+        print(f"plots and metrics are in {summary['workdir']}; for text from this model:")
+        print(f"  python experiments/generate.py --workdir {summary['workdir']} --prompt 'def '")
     return 0
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(Args)))
+    except KeyboardInterrupt:
+        sys.exit(f"{Path(__file__).name}: interrupted between checkpoints; --resume goes on")
     except EXPECTED as error:
         sys.exit(f"{Path(__file__).name}: {error}")

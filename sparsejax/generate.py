@@ -253,8 +253,8 @@ def _check_prompts(
             raise ValueError(
                 f"prompts[{i}] has {len(row)} ids; with max_new_tokens = {max_new_tokens} it comes "
                 f"to {len(row) + max_new_tokens} positions, beyond context_length = "
-                f"{config.context_length}; shorten the prompt or set max_new_tokens to at most "
-                f"{max(0, config.context_length - len(row))}"
+                f"{config.context_length}; shorten the prompt or lower max_new_tokens (together at "
+                f"most {config.context_length})"
             )
         rows.append(row)
     return rows

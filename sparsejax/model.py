@@ -13,6 +13,7 @@ from jax import Array
 from sparsejax.attention import Cache
 from sparsejax.config import ModelConfig
 from sparsejax.modules import Options, Transformer
+from sparsejax.params import check_params
 from sparsejax.sharding import BATCH_AXES, constrain, gather_fsdp
 from sparsejax.types import Hidden, Logits, Params
 
@@ -73,7 +74,23 @@ def forward(
 
     Returns:
       ModelOutput.
+
+    Raises:
+      ValueError: parameters that do not fit the config (missing, extra or misshapen leaves), tokens
+        that are not integers (B, T), or arguments of another shape.
     """
+    check_params(config, params)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"forward: tokens must be integers (B, T), got {tokens.dtype}{list(tokens.shape)}"
+            + ("; for one sequence pass tokens[None]" if tokens.ndim == 1 else "")
+        )
+    for name, array in {"positions": positions, "segment_ids": segment_ids}.items():
+        if array is not None and array.shape != tokens.shape:
+            raise ValueError(
+                f"forward: {name} must have tokens' shape {list(tokens.shape)}, "
+                f"got {list(array.shape)}"
+            )
     if cache is not None and segment_ids is not None:
         raise ValueError("forward: segment_ids and cache cannot be combined; pass one of them")
     run: Any = Transformer(config, options).apply

@@ -228,6 +228,8 @@ class Embed(_Module):
         dtype = "as stored" if inference else "float32"
         table = self.weight("embedding", vocab, d, dtype=dtype)
         # Indexing would take -1 for the last row; here any id outside the vocabulary gives NaN.
-        ids = jnp.where(tokens < 0, vocab, tokens.astype(jnp.int32))
+        # Narrow ids widen first, wide ones are compared before they narrow.
+        wide = tokens if tokens.dtype.itemsize >= 4 else tokens.astype(jnp.int32)
+        ids = jnp.where((wide >= 0) & (wide < vocab), wide, vocab).astype(jnp.int32)
         x = jnp.take(table, ids, axis=0, mode="fill", fill_value=jnp.nan)
         return constrain(x.astype(self.config.dtype), BATCH_AXES, None, None)

@@ -223,6 +223,12 @@ class Checkpointer:
         """Steps of the complete checkpoints, ascending, without those found damaged."""
         return [step for step in self._folder.listed() if self._folder.is_sound(step)]
 
+    def is_empty(self) -> bool:
+        """Whether no save was ever completed here, whole or damaged; the same on all processes."""
+        kept = self.directory.glob("*-*") if self.directory.is_dir() else ()
+        aside = [p for p in kept if p.name.startswith(("damaged-", "replaced-"))]
+        return from_process_0(lambda: not self._folder.listed() and not aside)
+
     def latest_step(self) -> int | None:
         """Newest of `all_steps`, None if there is none."""
         return max(self.all_steps(), default=None)

@@ -25,8 +25,8 @@ class TrainConfig:
     """One training run.
 
     Attributes:
-      preset: model, see `sparsejax.presets`; "-dense" and "-nongated" are its variants. Or a .json
-        file written by `ModelConfig.to_json`.
+      preset: the model: tiny, 125m, 0.5b, 1b, 1.5b or 2b, each also with -dense or -nongated; or a
+        .json file written by `ModelConfig.to_json`, or the config.json of a run.
       data: "stdlib" (the running Python's standard library as bytes), or a folder made by
         experiments/prepare_data.py.
       workdir: where everything is written; None makes a new folder under runs/.
@@ -80,6 +80,8 @@ class TrainConfig:
         for name in ("seq_len", "stop_at"):
             if getattr(self, name) is not None:
                 _check(self, name, 1)
+        if self.seed >= 1 << 31:
+            raise ValueError(f"seed must be below 2**31, got {self.seed}")
         if self.batch_size % self.loss.accumulate:
             raise ValueError(
                 f"batch_size {self.batch_size} must be a multiple of accumulate "
@@ -97,9 +99,14 @@ class TrainConfig:
         if self.preset.endswith(".json"):
             if not Path(self.preset).is_file():
                 raise ValueError(f"preset {self.preset!r}: there is no such file")
-            model = ModelConfig.from_json(Path(self.preset).read_text())
+            model = _read_model(Path(self.preset))
         else:
             model = presets.get(self.preset)
+        if "float16" in (model.dtype, model.param_dtype):
+            raise ValueError(
+                f"preset {self.preset!r} has dtype {model.dtype} and param_dtype "
+                f"{model.param_dtype}: gradients underflow in float16; train in bfloat16"
+            )
         if self.seq_len is not None and self.seq_len > model.context_length:
             raise ValueError(
                 f"seq_len {self.seq_len} exceeds the context length {model.context_length} of "
@@ -123,6 +130,15 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
+
+def _read_model(path: Path) -> ModelConfig:
+    try:
+        data = json.loads(path.read_text())
+        # A run's config.json holds the model under "config".
+        return ModelConfig.from_dict(data.get("config", data) if isinstance(data, dict) else data)
+    except ValueError as error:
+        raise ValueError(f"preset {path}: {error}") from None
 
 
 def _check(config: TrainConfig, name: str, least: int) -> None:

@@ -57,8 +57,10 @@ def evaluate(
         # Fetching each batch's sums keeps one batch in flight and adds in float64.
         sums = jax.device_get(eval_step(params, to_device(mesh, batch)))
         total = {k: total[k] + np.asarray(v, np.float64) for k, v in sums.items()}
-    ce = float(total["ce_sum"] / total["tokens"])
-    per_layer = np.atleast_1d(total["nnz_sum"] / total["tokens"])
+    # Without a single target the means are 0, and "tokens" says so.
+    tokens = max(float(total["tokens"]), 1.0)
+    ce = float(total["ce_sum"]) / tokens
+    per_layer = np.atleast_1d(total["nnz_sum"] / tokens)
     return {
         "ce": ce,
         "bits_per_byte": source.bits_per_byte(ce),

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a request to save and leave, agreed on by all processes."""
+"""SIGTERM, a closed terminal and Ctrl-C as a request to save and leave, agreed on by all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Interrupt:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Interrupt:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

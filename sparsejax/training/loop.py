@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import itertools
 import json
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from sparsejax.data import Batch, DataNotFoundError, Loader, TokenSource, open_source
+from sparsejax.data import Batch, Loader
 from sparsejax.hardware import utilisation
 from sparsejax.model import flops_per_token
 from sparsejax.params import count
@@ -25,7 +26,6 @@ from sparsejax.training.plots import plot_run
 from sparsejax.training.run import Run, prepare, say
 from sparsejax.training.state import TrainState
 from sparsejax.training.step import Metrics, make_eval_step, make_train_step
-from sparsejax.training.workdir import WorkdirLock
 
 
 class NonFiniteLossError(RuntimeError):
@@ -44,12 +44,18 @@ def train(config: TrainConfig) -> dict[str, Any]:
       FileNotFoundError: no such data, or `resume` without a whole checkpoint.
       NonFiniteLossError: names the step and the last good checkpoint.
     """
+    say(f"reading {config.data}")
     run = prepare(config)
-    with run.loader(run.source) as loader, WorkdirLock(run.workdir.root):
-        run.check_workdir()
+    run.check_processes()
+    with run.loader(run.source) as loader, contextlib.ExitStack() as lock:
+        run.take_workdir(lock)
         checkpointer = Checkpointer(run.workdir.checkpoints, keep=config.keep)
         with checkpointer, jax.set_mesh(run.mesh):
             state = run.start(checkpointer, loader)
+            last = config.steps if config.stop_at is None else min(config.stop_at, config.steps)
+            if state.step >= last and run.workdir.summary.exists():
+                say(f"nothing to do: the run has done {state.step} steps of {last}")
+                return json.loads(run.workdir.summary.read_text())
             run.write_config()
             resumed = int(state.step) if config.resume else None
             with (
@@ -84,7 +90,16 @@ class _Trainer:
         self.eval_step = make_eval_step(
             run.model, self.config.loss.vocab_chunk, self.config.options(), run.mesh
         )
-        self.val_source = _open_val(self.config.data)
+        self._note_missing_rows(resumed=self.config.resume and self.step > 0)
+
+    def _note_missing_rows(self, resumed: bool) -> None:
+        every, last = self.config.log_every, self.log.last_step
+        expected = max(self.step - self.step % every, 1)
+        if resumed and jax.process_index() == 0 and last < expected:
+            say(
+                f"note: metrics.jsonl ends at step {last}, the checkpoint is of step {self.step}: "
+                "the rows between are lost (the file was cut or removed)"
+            )
 
     def fit(self) -> dict[str, Any]:
         """Runs to the end, to `stop_at`, or to a signal; always ends on a checkpoint."""
@@ -92,12 +107,15 @@ class _Trainer:
         last = steps if config.stop_at is None else min(config.stop_at, steps)
         summary: dict[str, Any] = {"parameters": count(self.state.params)}
         if self.step < last:
+            if self._evaluation_due() and self.eval_log.last_step < self.step:
+                self._evaluate()  # the run ended between this checkpoint and its evaluation
             summary |= self._steps(last)
-        else:
-            say(f"nothing to do: step {self.step} of {last} is done")
+        # What follows is not protected against a signal: the last checkpoint must be whole first.
+        self.checkpointer.wait()
         summary |= {
             "status": "finished" if self.step >= steps else "stopped",
             "step": self.step,
+            "workdir": str(self.run.workdir.root),
             "tokens": self.step * config.batch_size * self.run.seq_len,
             "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
             "versions": {n: importlib.metadata.version(n) for n in ("jax", "flax", "optax")},
@@ -105,7 +123,10 @@ class _Trainer:
         if self.step >= steps:
             summary["held_out"] = self._evaluate()
         else:
-            say(f"stopped after step {self.step} of {steps}; go on with --resume")
+            say(
+                f"stopped after step {self.step} of {steps}; go on with "
+                f"--workdir {self.run.workdir.root} --resume"
+            )
         return summary
 
     def _steps(self, last: int) -> dict[str, Any]:
@@ -131,9 +152,11 @@ class _Trainer:
                     # Nothing is saved before its own metrics are known to be finite.
                     self._record(*pending, bar)
                     pending = None
-                    self._save()
-                if config.eval_every and self.step % config.eval_every == 0 and not stop:
-                    self._evaluate()
+                    with self._speed.paused():
+                        self._save()
+                if self._evaluation_due() and signal is None:
+                    with self._speed.paused():
+                        self._evaluate()
                 if stop:
                     if signal:
                         say(f"{signal}: saved step {self.step}")
@@ -142,9 +165,14 @@ class _Trainer:
         stats = jax.local_devices()[0].memory_stats() or {}
         return summary | {"allocator_peak_bytes": stats.get("peak_bytes_in_use")}
 
+    def _evaluation_due(self) -> bool:
+        every = self.config.eval_every
+        return bool(every) and 0 < self.step < self.config.steps and self.step % every == 0
+
     def _compile(self, batch: Batch) -> tuple[Any, dict[str, Any]]:
         """Compiles ahead: its time and memory are reported, and the bar shows training only."""
         began, run = time.perf_counter(), self.run
+        say(f"compiling {self.config.preset} for {run.mesh.size} device(s)")
         step_fn = make_train_step(
             run.model,
             run.optimizer,
@@ -173,6 +201,11 @@ class _Trainer:
         loss, grad_norm = (float(metrics[k]) for k in ("loss", "grad_norm"))
         if not np.isfinite([loss, grad_norm]).all():
             raise self._non_finite(f"step {step}: loss {loss}, gradient norm {grad_norm}")
+        if not metrics["targets"]:
+            raise ValueError(
+                f"step {step}: the batch has no target to learn from; with --mask-documents every "
+                "document in it is one token long. Use other data, or leave the flag out"
+            )
         bar.update()
         if step != 1 and step % self.config.log_every and step != self.config.steps:
             return
@@ -197,33 +230,29 @@ class _Trainer:
     def _non_finite(self, what: str) -> NonFiniteLossError:
         self.checkpointer.wait()
         good = self.checkpointer.latest_step()
-        saved = "there is none yet" if good is None else f"step {good}"
+        saved = "none yet" if good is None else f"step {good} in {self.run.workdir.checkpoints}"
         return NonFiniteLossError(
-            f"{what}. Nothing was saved after it; last good checkpoint: {saved} in "
-            f"{self.run.workdir.checkpoints}. Resume from it with a lower --learning-rate or "
-            "--l1-coeff"
+            f"{what}. Nothing was saved after it; last good checkpoint: {saved}. "
+            f"{'Start again' if good is None else 'Go on from it'} with --resume and a lower "
+            "--learning-rate or --l1-coeff"
         )
 
     def _evaluate(self) -> dict[str, Any] | None:
         """Held-out loss now, also written to eval.jsonl; None where the corpus has no val split."""
-        if self.val_source is None:
+        source = self.run.val_source
+        if source is None:
             return None
-        source = self.val_source
         with self.run.loader(
             source, num_epochs=1, shuffle=False, drop_remainder=False, worker_count=0
         ) as loader:
             batches = itertools.islice(loader, self.config.eval_batches)
             result = evaluate(self.eval_step, self.state.params, self.run.mesh, batches, source)
+        if not result["tokens"]:
+            say(f"step {self.step}: the held-out batches have no target; nothing was evaluated")
+            return None
         self.eval_log.write({"step": self.step} | result)
         say(
             f"step {self.step}: held-out cross-entropy {result['ce']:.4f} nats per token, "
             f"{result['bits_per_byte']:.4f} bits per byte, {result['nnz']:.1f} active neurons"
         )
         return result
-
-
-def _open_val(data: str) -> TokenSource | None:
-    try:
-        return open_source(data, "val")
-    except DataNotFoundError:
-        return None

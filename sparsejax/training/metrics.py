@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +31,25 @@ class MetricsLog:
 
     def __init__(self, path: Path, resume_step: int | None):
         self._file = None
+        self.last_step = 0  # of the rows kept
         if jax.process_index():
             return
-        rows = [] if resume_step is None else read_rows(path)
+        rows = [] if resume_step is None else self._earlier_rows(path)
         kept = [row for row in rows if row["step"] <= (resume_step or 0)]
+        self.last_step = kept[-1]["step"] if kept else 0
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(temporary, path)
         self._file = path.open("a", buffering=1)
+
+    def _earlier_rows(self, path: Path) -> list[Row]:
+        try:
+            return read_rows(path)
+        except ValueError as error:
+            aside = path.with_suffix(".damaged.jsonl")
+            shutil.copy(path, aside)
+            warnings.warn(f"{error}; a copy is kept as {aside.name}", stacklevel=3)
+            return read_rows(path, skip_damaged=True)
 
     def write(self, row: Row) -> None:
         """Appends one row."""
@@ -49,15 +64,19 @@ class MetricsLog:
             self._file.close()
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics file; a last line cut short by a crash is left out."""
+def read_rows(path: Path, *, skip_damaged: bool = False) -> list[Row]:
+    """The rows of a metrics file; a last line cut short by a crash is left out.
+
+    Raises:
+      ValueError: another line is not JSON, unless `skip_damaged`.
+    """
     lines = path.read_text().splitlines() if path.exists() else []
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            if number < len(lines):
+            if number < len(lines) and not skip_damaged:
                 raise ValueError(f"{path}: line {number} is not JSON ({error})") from None
     return rows
 
@@ -76,6 +95,15 @@ class Speed:
     def __init__(self, tokens_per_step: int, step: int):
         self._tokens = tokens_per_step
         self._step, self._time = step, time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside (an evaluation, a checkpoint) is not counted as training time."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._time += time.perf_counter() - began
 
     def lap(self, step: int) -> float:
         """Tokens per second since the last lap, which ended after another step."""

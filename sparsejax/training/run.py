@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -16,15 +17,23 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from sparsejax.config import ModelConfig, config_differences
-from sparsejax.data import Loader, TokenSource, check_vocab, make_loader, open_source
+from sparsejax.data import (
+    DataNotFoundError,
+    Loader,
+    TokenSource,
+    check_vocab,
+    make_loader,
+    open_source,
+)
 from sparsejax.model import forward
 from sparsejax.sharding import check_batch, make_mesh
 from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.config import TrainConfig
 from sparsejax.training.evaluate import process_block
 from sparsejax.training.optimizer import make_optimizer, make_schedule
+from sparsejax.training.processes import from_all_processes, from_process_0
 from sparsejax.training.state import TrainState, sharded_state, state_template
-from sparsejax.training.workdir import Workdir
+from sparsejax.training.workdir import Workdir, WorkdirLock
 
 # Settings that a resumed run may change without a remark.
 _FREE_TO_CHANGE = ("resume", "stop_at", "workdir", "mesh")
@@ -38,6 +47,7 @@ class Run:
     model: ModelConfig
     mesh: Mesh
     source: TokenSource
+    val_source: TokenSource | None
     workdir: Workdir
     schedule: optax.Schedule
     optimizer: optax.GradientTransformation
@@ -62,23 +72,45 @@ class Run:
         }
         return make_loader(source, **arguments | changes)
 
-    def check_workdir(self) -> None:
-        """Raises where a new run would mix with an old one, or there is nothing to resume."""
-        exists = self.workdir.config.exists()
-        if exists and not self.config.resume:
+    def check_processes(self) -> None:
+        """Raises on all processes unless all of them were started with the same settings."""
+        ours = self.describe()
+        differing = config_differences(ours, from_process_0(self.describe))
+        index = jax.process_index()
+        found = [f"process {index} vs process 0: {line}" for line in differing]
+        if problems := [p for p in from_all_processes("; ".join(found)) if p]:
             raise ValueError(
-                f"{self.workdir.root} already holds a run; pass --resume to go on with it, or "
-                "another --workdir"
+                "all processes of a launch need the same flags and data; " + "; ".join(problems)
             )
-        if self.config.resume and not exists:
+
+    def take_workdir(self, lock: contextlib.ExitStack) -> None:
+        """Locks the folder and checks that a new run does not mix with an old one there.
+
+        Process 0 looks, and all processes raise what it finds.
+        """
+        from_process_0(lambda: self._take_workdir(lock))
+
+    def _take_workdir(self, lock: contextlib.ExitStack) -> None:
+        root, resume = self.workdir.root, self.config.resume
+        files = (self.workdir.config, self.workdir.metrics, self.workdir.checkpoints)
+        exists = any(file.exists() for file in files)
+        if resume and not exists:
             raise FileNotFoundError(
-                f"{self.workdir.root} holds no run to resume (it has no "
-                f"{self.workdir.config.name}); leave out --resume to start one"
+                f"{root} holds no run to resume; leave out --resume to start one"
+            )
+        lock.enter_context(WorkdirLock(root))
+        if exists and not resume:
+            raise ValueError(
+                f"{root} already holds a run; pass --resume to go on with it (or to start it over, "
+                "if it never saved), or another --workdir"
             )
 
     def start(self, checkpointer: Checkpointer, loader: Loader) -> TrainState:
         """A fresh state, or with `resume` the newest whole checkpoint and the data's position."""
-        if not self.config.resume:
+        never_saved = self.config.resume and checkpointer.is_empty()
+        if never_saved:
+            say(f"{self.workdir.root} was left before its first checkpoint; starting from step 0")
+        if never_saved or not self.config.resume:
             return sharded_state(self.model, self.optimizer, self.mesh, self.config.seed)
         restored = checkpointer.restore(self.template, expected_config=self.model.to_dict())
         loader.restore(restored.extra["loader"])
@@ -124,8 +156,27 @@ def prepare(config: TrainConfig) -> Run:
         jax.eval_shape(trace, template.params, tokens)
     source = open_source(config.data)
     check_vocab(source, model.vocab_size)
+    val_source = _open_val(config, model)
     workdir = Workdir(_workdir_path(config))
-    return Run(config, model, mesh, source, workdir, schedule, optimizer, template)
+    return Run(config, model, mesh, source, val_source, workdir, schedule, optimizer, template)
+
+
+def _open_val(config: TrainConfig, model: ModelConfig) -> TokenSource | None:
+    """Held-out text, or None (and a remark) where there is none, or less than a window of it."""
+    try:
+        source = open_source(config.data, "val")
+    except DataNotFoundError as error:
+        say(f"note: nothing will be evaluated on held-out text: {error}")
+        return None
+    seq_len = config.seq_len or model.context_length
+    if len(source.tokens) <= seq_len:
+        say(
+            f"note: nothing will be evaluated on held-out text: {source.label} has "
+            f"{len(source.tokens)} tokens, a window needs {seq_len + 1}"
+        )
+        return None
+    check_vocab(source, model.vocab_size)
+    return source
 
 
 def say(text: str) -> None:
@@ -139,4 +190,5 @@ def _workdir_path(config: TrainConfig) -> Path:
         return config.workdir
     if jax.process_count() > 1:
         raise ValueError("several processes need one --workdir, a folder that all of them share")
-    return Path("runs") / f"{config.preset}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    name = Path(config.preset).name.removesuffix(".json")
+    return Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"

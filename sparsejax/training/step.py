@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +51,9 @@ class LossConfig:
 
     def __post_init__(self):
         for name in ("l1_coeff", "l1_start", "l1_ramp"):
-            if getattr(self, name) is not None and not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be finite and not negative, got {value}")
         if not 0 <= self.revive_dead <= 1:
             raise ValueError(f"revive_dead must be in [0, 1], got {self.revive_dead}")
         for name in ("vocab_chunk", "accumulate"):
@@ -82,7 +84,7 @@ def make_train_step(
     Returns:
       The function. Its batch is {"tokens", "targets"} (B, T) int32 and optionally "segment_ids",
       "positions" and "loss_mask" (B, T). Its metrics are replicated: float32 scalars loss, ce, l1,
-      nnz, dead_fraction, grad_norm, learning_rate, and nnz_per_layer (L,).
+      nnz, dead_fraction, grad_norm, learning_rate, targets (unmasked), and nnz_per_layer (L,).
     """
     options = dataclasses.replace(options, count_neurons=True)
     batch_ways = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -141,6 +143,7 @@ def make_train_step(
             "nnz": jnp.sum(parts["nnz_per_layer"]) / max(len(config.ffn_layers), 1),
             "dead_fraction": jnp.sum(all_dead, dtype=jnp.float32) / max(all_dead.size, 1),
             "grad_norm": optax.tree.norm(grads),
+            "targets": jnp.sum(_mask(batch), dtype=jnp.float32),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
         }
         return TrainState(state.step + 1, params, opt_state), metrics

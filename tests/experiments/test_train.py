@@ -78,21 +78,34 @@ def test_a_signal_saves_and_leaves_cleanly(model_file, tmp_path, name):
     assert read_rows(workdir / "metrics.jsonl")[-1]["step"] == step + 2
 
 
+def launch_two(*flags_of_each: list[str]) -> list[tuple[int, str]]:
+    """Starts two processes of two devices each; returns their statuses and outputs."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    processes = [
+        start(
+            *flags,
+            *f"--coordinator-address {address} --num-processes 2 --process-id {i}".split(),
+            devices=2,
+        )
+        for i, flags in enumerate(flags_of_each)
+    ]
+    return [finish(process) for process in processes]
+
+
+def test_two_processes_with_different_flags_refuse_to_train(model_file, tmp_path):
+    flags = base(model_file, tmp_path / "run", "--steps", "2", "--learning-rate")
+    for status, text in launch_two([*flags, "1e-3"], [*flags, "1e-2"]):
+        assert status != 0
+        assert "process 1 vs process 0: train.optimizer.learning_rate" in text
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_processes_train_save_and_resume_on_another_mesh(model_file, tmp_path):
     def launch(workdir, *more):
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            address = f"localhost:{probe.getsockname()[1]}"
-        processes = [
-            start(
-                *base(model_file, workdir, "--steps", "8", *more),
-                *f"--coordinator-address {address} --num-processes 2 --process-id {i}".split(),
-                devices=2,
-            )
-            for i in range(2)
-        ]
-        for process in processes:
-            status, text = finish(process)
+        flags = base(model_file, workdir, "--steps", "8", *more)
+        for status, text in launch_two(flags, flags):
             assert status == 0, text
 
     single = tmp_path / "single"

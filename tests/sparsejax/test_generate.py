@@ -376,7 +376,7 @@ def test_parameters_that_are_not_finite_are_an_error_not_a_text():
         (
             {"prompts": [[1], [1] * 60]},
             r"prompts\[1\] has 60 ids; with max_new_tokens = 5 .* 65 positions, beyond "
-            r"context_length = 64; .* at most 4",
+            r"context_length = 64; .* at most 64",
         ),
         ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
         ({"temperature": -1.0}, "temperature must be 0 .* got -1"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sparsejax import MeshConfig, presets
+from sparsejax.data.prepare import prepare_corpus
 from sparsejax.params import flatten
 from sparsejax.training.checkpoint import Checkpointer, CheckpointWarning
 from sparsejax.training.config import TrainConfig
@@ -154,6 +155,71 @@ def test_a_non_finite_loss_stops_and_names_the_last_good_checkpoint(micro_file, 
     assert all(np.isfinite(row["loss"]) for row in read_rows(run.workdir / "metrics.jsonl"))
 
 
+def test_float16_is_refused(micro, tmp_path):
+    path = tmp_path / "half.json"
+    path.write_text(micro.replace(dtype="float16").to_json())
+    with pytest.raises(ValueError, match="underflow in float16"):
+        train(config(str(path), tmp_path / "run"))
+
+
+def test_a_run_left_before_its_first_checkpoint_starts_over(unbroken, micro_file, tmp_path):
+    run = config(micro_file, tmp_path / "run", steps=20)
+    bad = OptimizerConfig(learning_rate=1e30, schedule="constant", warmup_steps=0)
+    with pytest.raises(NonFiniteLossError, match=r"none yet.*Start again with --resume"):
+        train(dataclasses.replace(run, optimizer=bad))
+    train(dataclasses.replace(run, resume=True))
+    assert rows_without_speed(run.workdir / "metrics.jsonl") == rows_without_speed(
+        unbroken[0].workdir / "metrics.jsonl"
+    )
+
+
+def test_evaluations_are_those_of_an_unbroken_run(micro_file, tmp_path):
+    run = config(micro_file, tmp_path / "run", steps=6, eval_every=2, checkpoint_every=2)
+    train(dataclasses.replace(run, stop_at=4))
+    train(dataclasses.replace(run, resume=True))
+    train(dataclasses.replace(run, resume=True))  # nothing to do, nothing written
+    assert [row["step"] for row in read_rows(run.workdir / "eval.jsonl")] == [2, 4, 6]
+
+
+def test_a_lost_config_does_not_lose_the_run(micro_file, tmp_path):
+    run = config(micro_file, tmp_path / "run", steps=4, checkpoint_every=2)
+    train(dataclasses.replace(run, stop_at=2))
+    (run.workdir / "config.json").unlink()
+    with pytest.raises(ValueError, match="already holds a run"):
+        train(run)
+    assert train(dataclasses.replace(run, resume=True))["step"] == 4
+    assert json.loads((run.workdir / "config.json").read_text())["train"]["steps"] == 4
+
+
+def test_damaged_metrics_are_kept_aside_and_said(micro_file, tmp_path):
+    run = config(micro_file, tmp_path / "run", steps=4, checkpoint_every=2)
+    train(dataclasses.replace(run, stop_at=2))
+    metrics = run.workdir / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("{broken" + "\n" + lines[1] + "\n")
+    with pytest.warns(UserWarning, match="line 1 is not JSON"):
+        train(dataclasses.replace(run, resume=True))
+    assert [row["step"] for row in read_rows(metrics)] == [2, 3, 4]
+    assert (run.workdir / "metrics.damaged.jsonl").read_text().startswith("{broken")
+
+
+def test_a_short_val_split_is_said_and_training_goes_on(micro_file, tmp_path, capsys):
+    text = tmp_path / "a.jsonl"
+    text.write_text("".join(json.dumps({"text": "word " * 40 + str(i)}) + "\n" for i in range(40)))
+    folder = tmp_path / "corpus"
+    prepare_corpus([text], "bytes", folder, val_fraction=0.1, progress=False)
+    tokens = np.fromfile(folder / "val.bin", "<u2")
+    meta = json.loads((folder / "meta.json").read_text())
+    tokens[:10].tofile(folder / "val.bin")
+    meta["splits"]["val"].pop("tokens")
+    meta["files"].pop("val.bin")
+    (folder / "meta.json").write_text(json.dumps(meta))
+    run = config(micro_file, tmp_path / "run", steps=2, eval_every=1, data=str(folder))
+    summary = train(run)
+    assert summary["step"] == 2 and summary["held_out"] is None
+    assert "a window needs 17" in capsys.readouterr().err
+
+
 def test_masked_documents_accumulation_and_remat_run_together(micro_file, tmp_path):
     run = config(
         micro_file,
@@ -213,6 +279,7 @@ def test_a_vocabulary_too_small_for_the_text_is_refused(micro, tmp_path):
     ("changes", "message"),
     [
         ({"steps": 0}, "steps must be at least 1"),
+        ({"seed": 1 << 31}, "seed must be below"),
         ({"stop_at": 0}, "stop_at must be at least 1"),
         ({"batch_size": 6, "loss": LossConfig(accumulate=4)}, "multiple of accumulate 4"),
         ({"resume": True, "workdir": None}, "resume needs --workdir"),

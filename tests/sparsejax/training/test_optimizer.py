@@ -75,7 +75,10 @@ def test_zero_rows_touches_those_rows_of_that_parameter(micro):
         ({"learning_rate": float("nan")}, "learning_rate must be positive"),
         ({"schedule": "linear"}, "schedule must be"),
         ({"final_lr": 1.5}, "final_lr must be in"),
-        ({"clip_norm": -1.0}, "clip_norm must not be negative"),
+        ({"clip_norm": -1.0}, "clip_norm must be finite and not negative"),
+        ({"clip_norm": float("inf")}, "clip_norm must be finite and not negative"),
+        ({"b2": 1.5}, r"b2 must be in \[0, 1\)"),
+        ({"eps": -1.0}, "eps must be positive"),
         ({"warmup_steps": -1}, "warmup_steps"),
     ],
 )

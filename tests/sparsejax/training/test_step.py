@@ -197,8 +197,8 @@ def test_dtypes_of_the_state(micro):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"l1_coeff": -1.0}, "l1_coeff must not be negative"),
-        ({"l1_coeff": float("nan")}, "l1_coeff must not be negative"),
+        ({"l1_coeff": -1.0}, "l1_coeff must be finite and not negative"),
+        ({"l1_coeff": float("nan")}, "l1_coeff must be finite and not negative"),
         ({"revive_dead": 2.0}, "revive_dead must be in"),
         ({"accumulate": 0}, "accumulate must be at least 1"),
         ({"vocab_chunk": 0}, "vocab_chunk must be at least 1"),
