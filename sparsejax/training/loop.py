@@ -23,6 +23,7 @@ from sparsejax.training.evaluate import evaluate, to_device
 from sparsejax.training.interrupt import Interrupt
 from sparsejax.training.metrics import MetricsLog, Speed, read_rows, to_row
 from sparsejax.training.plots import plot_run
+from sparsejax.training.processes import from_process_0
 from sparsejax.training.run import Run, prepare, say
 from sparsejax.training.state import TrainState
 from sparsejax.training.step import Metrics, make_eval_step, make_train_step
@@ -52,10 +53,9 @@ def train(config: TrainConfig) -> dict[str, Any]:
         checkpointer = Checkpointer(run.workdir.checkpoints, keep=config.keep)
         with checkpointer, jax.set_mesh(run.mesh):
             state = run.start(checkpointer, loader)
-            last = config.steps if config.stop_at is None else min(config.stop_at, config.steps)
-            if state.step >= last and run.workdir.summary.exists():
-                say(f"nothing to do: the run has done {state.step} steps of {last}")
-                return json.loads(run.workdir.summary.read_text())
+            if summary := from_process_0(lambda: _summary_of_a_done_run(run, int(state.step))):
+                say(f"nothing to do: the run has done {summary['step']} steps")
+                return summary
             run.write_config()
             resumed = int(state.step) if config.resume else None
             with (
@@ -69,6 +69,14 @@ def train(config: TrainConfig) -> dict[str, Any]:
             run.workdir.summary.write_text(json.dumps(summary, indent=1))
             plot_run(rows, run.workdir.plots)
     return summary
+
+
+def _summary_of_a_done_run(run: Run, step: int) -> dict[str, Any] | None:
+    """What an earlier call wrote, if it ended at `step` and nothing is left to do after it."""
+    if step < run.last_step or not run.workdir.summary.exists():
+        return None
+    summary = json.loads(run.workdir.summary.read_text())
+    return summary if summary.get("step") == step else None
 
 
 class _Trainer:
@@ -104,12 +112,12 @@ class _Trainer:
     def fit(self) -> dict[str, Any]:
         """Runs to the end, to `stop_at`, or to a signal; always ends on a checkpoint."""
         config, steps = self.config, self.config.steps
-        last = steps if config.stop_at is None else min(config.stop_at, steps)
         summary: dict[str, Any] = {"parameters": count(self.state.params)}
-        if self.step < last:
-            if self._evaluation_due() and self.eval_log.last_step < self.step:
+        if self.step < self.run.last_step:
+            evaluated = from_process_0(lambda: self.eval_log.last_step)
+            if self._evaluation_due() and evaluated < self.step:
                 self._evaluate()  # the run ended between this checkpoint and its evaluation
-            summary |= self._steps(last)
+            summary |= self._steps()
         # What follows is not protected against a signal: the last checkpoint must be whole first.
         self.checkpointer.wait()
         summary |= {
@@ -129,7 +137,7 @@ class _Trainer:
             )
         return summary
 
-    def _steps(self, last: int) -> dict[str, Any]:
+    def _steps(self) -> dict[str, Any]:
         config = self.config
         first = next(self.loader)
         step_fn, summary = self._compile(first)
@@ -147,7 +155,7 @@ class _Trainer:
                     self._record(*pending, bar)
                 pending = (self.step, metrics)
                 signal = interrupt.requested(self.step)
-                stop = signal is not None or self.step == last
+                stop = signal is not None or self.step == self.run.last_step
                 if stop or self.step % config.checkpoint_every == 0:
                     # Nothing is saved before its own metrics are known to be finite.
                     self._record(*pending, bar)

@@ -58,6 +58,12 @@ class Run:
         """Tokens per sequence."""
         return self.config.seq_len or self.model.context_length
 
+    @property
+    def last_step(self) -> int:
+        """The step this call ends after: the run's last, or `stop_at` before it."""
+        stop_at = self.config.stop_at
+        return self.config.steps if stop_at is None else min(stop_at, self.config.steps)
+
     def loader(self, source: TokenSource, **changes: Any) -> Loader:
         """This process's batches of `source`, with `make_loader` arguments changed."""
         index, blocks = process_block(self.mesh, self.config.batch_size)

@@ -114,16 +114,18 @@ def test_two_processes_train_save_and_resume_on_another_mesh(model_file, tmp_pat
     want = [row["loss"] for row in read_rows(single / "metrics.jsonl")]
 
     together = tmp_path / "together"
-    launch(together, "--mesh.data", "2", "--mesh.tensor", "2", "--stop-at", "3")
+    evaluate = ("--eval-every", "3", "--eval-batches", "1")
+    launch(together, "--mesh.data", "2", "--mesh.tensor", "2", "--stop-at", "3", *evaluate)
     # Tensor ranks in different processes: both feed the same rows.
     launch(
         together, "--resume", "--stop-at", "6", "--mesh.data", "1", "--mesh.fsdp", "2",
-        "--mesh.tensor", "2",
+        "--mesh.tensor", "2", *evaluate,
     )  # fmt: skip
     status, text = train(
         *base(model_file, together, "--steps", "8", "--resume", "--mesh.fsdp", "4"), devices=4
     )
     assert status == 0, text
+    assert [row["step"] for row in read_rows(together / "eval.jsonl")] == [3, 6, 8]
     rows = read_rows(together / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 9))
     np.testing.assert_allclose([row["loss"] for row in rows], want, rtol=1e-4)

@@ -181,6 +181,17 @@ def test_evaluations_are_those_of_an_unbroken_run(micro_file, tmp_path):
     assert [row["step"] for row in read_rows(run.workdir / "eval.jsonl")] == [2, 4, 6]
 
 
+def test_a_run_killed_before_its_last_summary_still_gets_it(micro_file, tmp_path):
+    run = config(micro_file, tmp_path / "run", steps=4, checkpoint_every=2)
+    train(dataclasses.replace(run, stop_at=2))
+    stopped = (run.workdir / "summary.json").read_text()
+    whole = train(dataclasses.replace(run, resume=True))
+    (run.workdir / "summary.json").write_text(stopped)  # as if killed after the last checkpoint
+    again = train(dataclasses.replace(run, resume=True))
+    assert (again["status"], again["step"]) == ("finished", 4)
+    assert again["held_out"] == whole["held_out"]
+
+
 def test_a_lost_config_does_not_lose_the_run(micro_file, tmp_path):
     run = config(micro_file, tmp_path / "run", steps=4, checkpoint_every=2)
     train(dataclasses.replace(run, stop_at=2))
