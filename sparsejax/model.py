@@ -26,12 +26,15 @@ class FFNStats:
     Attributes:
       l1: (L, B, T) float32, sum over neurons of |h|; differentiable.
       nnz: (L, B, T) int32, active neurons.
+      sparse: (L,) float32, 1 where the layer took the sparse path and 0 where it took the dense one;
+        on a mesh the share of devices that took the sparse one.
       neuron_nnz: one (F,) int32 per layer of `config.sparse_layers`, the tokens each neuron fires
         on; empty unless counted.
     """
 
     l1: Array
     nnz: Array
+    sparse: Array
     neuron_nnz: tuple[Array, ...]
 
 
@@ -44,11 +47,14 @@ class ModelOutput:
       hidden: (B, T, D), after the final norm; multiply with `head_weight` for logits.
       stats: statistics of the feed-forward layers.
       cache: the updated key/value cache, or None.
+      hidden_states: with `Options.capture_hidden`, the residual stream (B, T, D) before the first
+        layer and after each one, `num_layers + 1` arrays; empty otherwise.
     """
 
     hidden: Hidden
     stats: FFNStats
     cache: Cache | None
+    hidden_states: tuple[Hidden, ...] = ()
 
 
 def forward(
@@ -94,14 +100,18 @@ def forward(
     if cache is not None and segment_ids is not None:
         raise ValueError("forward: segment_ids and cache cannot be combined; pass one of them")
     run: Any = Transformer(config, options).apply
-    hidden, outputs, cache = run({"params": params}, tokens, positions, segment_ids, cache)
+    mutable = ["residual"] if options.capture_hidden else []
+    result, sown = run({"params": params}, tokens, positions, segment_ids, cache, mutable=mutable)
+    hidden, outputs, cache = result
     shape = (0, *tokens.shape)
     stats = FFNStats(
         l1=jnp.stack([o.l1 for o in outputs]) if outputs else jnp.zeros(shape, jnp.float32),
         nnz=jnp.stack([o.nnz for o in outputs]) if outputs else jnp.zeros(shape, jnp.int32),
+        sparse=jnp.stack([o.sparse for o in outputs]) if outputs else jnp.zeros((0,), jnp.float32),
         neuron_nnz=tuple(o.neuron_nnz for o in outputs if o.neuron_nnz is not None),
     )
-    return ModelOutput(hidden=hidden, stats=stats, cache=cache)
+    states = sown["residual"]["stream"] if options.capture_hidden else ()
+    return ModelOutput(hidden=hidden, stats=stats, cache=cache, hidden_states=states)
 
 
 def head_weight(config: ModelConfig, params: Params) -> Array:

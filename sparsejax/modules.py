@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import FFNOutput, gated_ffn
+from pallas_kernels import FFNOutput
 from sparsejax import rope
 from sparsejax.attention import Cache, LayerCache, cached_attention, causal_attention
 from sparsejax.config import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
+from sparsejax.ffn import ffn
 from sparsejax.params import leaf_initializer
 from sparsejax.sharding import BATCH_AXES, constrain, gather_fsdp
 from sparsejax.types import Hidden
@@ -40,12 +41,14 @@ class Options:
       remat: "none", "dots" or "full", see `REMAT_POLICIES`.
       count_neurons: also count the tokens on which each neuron of a ReLU layer fires.
       fresh_cache: the cache given is empty, so a prompt need not read it (prefill).
+      capture_hidden: also return the residual stream between layers (`ModelOutput.hidden_states`).
     """
 
     implementation: str | None = None
     remat: str = "none"
     count_neurons: bool = False
     fresh_cache: bool = False
+    capture_hidden: bool = False
 
     def __post_init__(self):
         if self.remat not in REMAT_POLICIES:
@@ -125,7 +128,7 @@ class Attention(_Module):
 
 
 class FFN(_Module):
-    """`pallas_kernels.gated_ffn` on gate, up and down, each (F, D)."""
+    """`sparsejax.ffn.ffn` on gate, up and down, each (F, D)."""
 
     ffn: FFNConfig
     options: Options
@@ -134,7 +137,7 @@ class FFN(_Module):
     def __call__(self, x: Hidden) -> FFNOutput:
         """Returns y (B, T, D), l1 and nnz (B, T)."""
         f, shape = self.ffn, (self.ffn.d_ff, self.config.d_model)
-        return gated_ffn(
+        return ffn(
             x,
             self.weight("gate", *shape) if f.gated else None,
             self.weight("up", *shape),
@@ -198,22 +201,29 @@ class Transformer(nn.Module):
         remat = self.options.remat
         layer_cls = Layer if remat == "none" else nn.remat(Layer, policy=REMAT_POLICIES[remat])
         base, outputs = x, []
+        self._capture(x)
         new_cache = None if cache is None else dict(cache)
         for i, layer in enumerate(self.config.layers):
             # A run of parallel layers reads what its first layer read; all deltas add to x.
             base = base if layer.parallel_with_previous else x
             if layer.attention is None and layer.ffn is None:
+                self._capture(x)
                 continue
             name = f"layer_{i}"
             apply = layer_cls(self.config, layer, self.options, name=name)
             layer_cache = None if cache is None else cache.get(name)
             delta, stats, layer_cache = apply(base, positions, segment_ids, layer_cache)
             x = constrain(x + delta, BATCH_AXES, None, None)
+            self._capture(x)
             if stats is not None:
                 outputs.append(stats)
             if new_cache is not None and layer_cache is not None:
                 new_cache[name] = layer_cache
         return RMSNorm(self.config, name="final_norm")(x), outputs, new_cache
+
+    def _capture(self, x: Array) -> None:
+        if self.options.capture_hidden:
+            self.sow("residual", "stream", x)
 
 
 class Embed(_Module):
