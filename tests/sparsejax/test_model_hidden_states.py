@@ -62,6 +62,5 @@ def test_it_costs_nothing_when_not_asked_for(model):
     params, tokens = model
     assert forward(CONFIG, params, tokens).hidden_states == ()
 
-    # Jitted without being asked, nothing of them leaves the program.
     out = jax.eval_shape(lambda p, t: forward(CONFIG, p, t), params, tokens)
-    assert len(jax.tree.leaves(out)) == 3  # hidden, l1 and nnz
+    assert out.hidden_states == ()
