@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import tyro
 
+from pallas_kernels import UnsupportedError
 from sparsejax.data import ByteTokenizer, HFTokenizer, StreamDecoder, Tokenizer, open_tokenizer
 from sparsejax.generate import ENDED, MAX_STEPS_PER_CALL, stream
 from sparsejax.modules import Options
@@ -41,7 +42,8 @@ class Flags:
       echo: write the prompt before its continuation.
       tokenizer: a tokenizer.json or "bytes", where the run's corpus is no longer in its place.
       mesh: how devices are used; the first data x fsdp x tensor of them, data=-1 for all.
-      implementation: engine of the feed-forward op; None to choose.
+      implementation: engine of the feed-forward op: "triton" (sparse, on a CUDA device), "xla"
+        (dense), or None to choose.
       dtype: dtype to compute in; None takes the model's, but float32 on a CPU, where half precision
         is slow.
     """
@@ -57,7 +59,7 @@ class Flags:
     echo: bool = True
     tokenizer: str | None = None
     mesh: MeshConfig = MeshConfig(data=1)
-    implementation: str | None = None
+    implementation: Literal["triton", "xla"] | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
 
@@ -171,7 +173,7 @@ class _Clock:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+    except (ValueError, FileNotFoundError, FloatingPointError, UnsupportedError) as error:
         sys.exit(f"{Path(__file__).name}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

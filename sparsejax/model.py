@@ -26,8 +26,8 @@ class FFNStats:
     Attributes:
       l1: (L, B, T) float32, sum over neurons of |h|; differentiable.
       nnz: (L, B, T) int32, active neurons.
-      sparse: (L,) float32, 1 where the layer took the sparse path and 0 where it took the dense one;
-        on a mesh the share of devices that took the sparse one.
+      sparse: (L,) float32, 1 where the layer took the sparse path and 0 where the dense one; on a
+        mesh the share of devices that took the sparse path.
       neuron_nnz: one (F,) int32 per layer of `config.sparse_layers`, the tokens each neuron fires
         on; empty unless counted.
     """

@@ -73,10 +73,23 @@ def gated_ffn(
     Source: gated ReLU feed-forward with L1, arXiv 2603.23198; GLU variants, arXiv 2002.05202.
     """
     _validate(x, gate, up, down, gate_bias, activation)
-    reasons = {"xla": None, "triton": pallas_triton.unsupported(x, up, activation)}
-    engine = dispatch.select("gated_ffn", implementation, reasons)
-    call = _Call(engine, activation, count_neurons, config)
+    chosen = engine(x, gate, up, activation, implementation)
+    call = _Call(chosen, activation, count_neurons, config)
     return _gated_ffn(call, x, gate, up, down, gate_bias)
+
+
+def engine(x, gate, up, activation: str = "relu", implementation: str | None = None) -> str:
+    """The engine that `gated_ffn` takes for these arguments: "xla" or "triton".
+
+    Only shapes and dtypes of x, gate and up are read; `jax.ShapeDtypeStruct`s will do.
+
+    Raises:
+      ValueError: an unknown implementation.
+      UnsupportedError: the requested implementation cannot run this call.
+    """
+    del gate
+    reasons = {"xla": None, "triton": pallas_triton.unsupported(x, up, activation)}
+    return dispatch.select("gated_ffn", implementation, reasons)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -27,12 +27,15 @@ class FFNOutput:
       nnz: (...) int32, active neurons per token.
       neuron_nnz: (F,) int32, tokens on which each neuron is active; None unless asked for with
         `count_neurons=True`.
+      sparse: () int32, 1 where this call took the sparse path and 0 where it took the dense one;
+        None where the engine does not tell.
     """
 
     y: Array
     l1: Array
     nnz: Array
     neuron_nnz: Array | None = None
+    sparse: Array | None = None
 
     def __iter__(self) -> Iterator[Array]:
         return iter((self.y, self.l1, self.nnz))

@@ -77,6 +77,7 @@ def forward(x, gate, up, down, gate_bias, *, activation: str, count_neurons: boo
         l1=jnp.sum(jnp.abs(h), axis=-1),
         nnz=jnp.sum(active, axis=-1, dtype=jnp.int32),
         neuron_nnz=jnp.sum(active, axis=tokens, dtype=jnp.int32) if count_neurons else None,
+        sparse=jnp.int32(0),
     )
     return output, Residuals(x, gate, up, down, gate_bias, pre, up_out)
 

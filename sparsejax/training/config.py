@@ -39,7 +39,8 @@ class TrainConfig:
       mesh: how devices are used; the sizes multiply to the number of devices.
       optimizer: AdamW and its schedule.
       loss: terms of the loss.
-      implementation: engine of the feed-forward op, "xla" or None to choose.
+      implementation: engine of the feed-forward op: "triton" (sparse, on a CUDA device), "xla"
+        (dense), or None to choose.
       remat: what the backward pass recomputes: "none", "dots" (all but matmuls), "full".
       mask_documents: keep attention, positions and loss inside documents.
       data_workers: processes that read ahead; 0 reads in this process.
@@ -62,7 +63,7 @@ class TrainConfig:
     mesh: MeshConfig = MeshConfig()
     optimizer: Annotated[OptimizerConfig, _flat] = OptimizerConfig()
     loss: Annotated[LossConfig, _flat] = LossConfig()
-    implementation: Literal["xla"] | None = None
+    implementation: Literal["triton", "xla"] | None = None
     remat: Literal["none", "dots", "full"] = "none"
     mask_documents: bool = False
     data_workers: int = 0

@@ -51,8 +51,12 @@ def evaluate(
     batches: Iterable[Batch],
     source: TokenSource,
 ) -> dict[str, Any]:
-    """Mean cross-entropy (nats per token), bits per byte and nnz per layer over `batches`."""
-    total: dict[str, Any] = {"ce_sum": 0.0, "tokens": 0.0, "nnz_sum": 0.0}
+    """Mean cross-entropy (nats per token), bits per byte and nnz per layer over `batches`.
+
+    `sparse_per_layer` is the share of batches on which a layer took the sparse path.
+    """
+    names = ("ce_sum", "tokens", "nnz_sum", "sparse_sum", "batches")
+    total: dict[str, Any] = dict.fromkeys(names, 0.0)
     for batch in batches:
         # Fetching each batch's sums keeps one batch in flight and adds in float64.
         sums = jax.device_get(eval_step(params, to_device(mesh, batch)))
@@ -61,10 +65,12 @@ def evaluate(
     tokens = max(float(total["tokens"]), 1.0)
     ce = float(total["ce_sum"]) / tokens
     per_layer = np.atleast_1d(total["nnz_sum"] / tokens)
+    sparse = np.atleast_1d(total["sparse_sum"] / max(float(total["batches"]), 1.0))
     return {
         "ce": ce,
         "bits_per_byte": source.bits_per_byte(ce),
         "tokens": int(total["tokens"]),
         "nnz": float(per_layer.mean()) if per_layer.size else 0.0,
         "nnz_per_layer": per_layer.tolist(),
+        "sparse_per_layer": sparse.tolist(),
     }

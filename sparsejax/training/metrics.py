@@ -84,7 +84,8 @@ def read_rows(path: Path, *, skip_damaged: bool = False) -> list[Row]:
 def to_row(step: int, metrics: dict[str, Any], tokens_per_s: float) -> Row:
     """Device metrics of one step as JSON values, in a fixed order of keys."""
     values = {k: np.asarray(v).tolist() for k, v in metrics.items()}
-    order = ("loss", "ce", "l1", "nnz", "nnz_per_layer", "dead_fraction", "grad_norm")
+    order = ("loss", "ce", "l1", "nnz", "nnz_per_layer", "sparse_layers")
+    order += ("dead_fraction", "grad_norm")
     row = {"step": step} | {k: values[k] for k in order}
     return row | {"learning_rate": values["learning_rate"], "tokens_per_s": tokens_per_s}
 

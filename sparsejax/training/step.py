@@ -84,7 +84,8 @@ def make_train_step(
     Returns:
       The function. Its batch is {"tokens", "targets"} (B, T) int32 and optionally "segment_ids",
       "positions" and "loss_mask" (B, T). Its metrics are replicated: float32 scalars loss, ce, l1,
-      nnz, dead_fraction, grad_norm, learning_rate, targets (unmasked), and nnz_per_layer (L,).
+      nnz, dead_fraction, grad_norm, learning_rate, targets (unmasked), sparse_layers (how many
+      layers took the sparse path, a mean over microbatches and devices), and nnz_per_layer (L,).
     """
     options = dataclasses.replace(options, count_neurons=True)
     batch_ways = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -107,6 +108,7 @@ def make_train_step(
         l1 = jnp.sum(out.stats.l1) / (all_tokens * layers)
         nnz = jnp.sum(out.stats.nnz.astype(jnp.float32), axis=(1, 2)) / all_tokens
         parts = {"ce": ce, "l1": l1, "nnz_per_layer": nnz, "neuron_nnz": out.stats.neuron_nnz}
+        parts["sparse_layers"] = jnp.sum(out.stats.sparse) / loss.accumulate
         return ce + coeff * l1, parts
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -161,7 +163,10 @@ def make_train_step(
 def make_eval_step(
     config: ModelConfig, vocab_chunk: int, options: Options, mesh: Mesh
 ) -> Callable[[Params, Batch], Metrics]:
-    """The jitted `(params, batch) -> sums`: ce_sum, tokens, nnz_sum (L,), over unmasked tokens."""
+    """The jitted `(params, batch) -> sums`: ce_sum, tokens, nnz_sum (L,), over unmasked tokens.
+
+    And "batches", which is 1, with "sparse_sum" (L,), 1 where the layer took the sparse path.
+    """
 
     def evaluate(params: Params, batch: Batch) -> Metrics:
         out, mask = _run(config, params, batch, options), _mask(batch)
@@ -172,6 +177,8 @@ def make_eval_step(
             "ce_sum": jnp.sum(jnp.where(mask, ce, 0.0)),
             "tokens": jnp.sum(mask, dtype=jnp.float32),
             "nnz_sum": jnp.sum(nnz, axis=(1, 2), dtype=jnp.float32),
+            "sparse_sum": out.stats.sparse,
+            "batches": jnp.float32(1),
         }
 
     return jax.jit(evaluate, out_shardings=NamedSharding(mesh, PartitionSpec()))

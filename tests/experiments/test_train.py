@@ -138,6 +138,7 @@ def test_two_processes_train_save_and_resume_on_another_mesh(model_file, tmp_pat
         (["--steps", "0"], "steps must be at least 1"),
         (["--num-processes", "2"], "coordinator"),
         (["--stepz", "3"], "--steps"),
+        (["--implementation", "triton"], "cannot run: it needs a CUDA device"),
     ],
 )
 def test_a_wrong_flag_gives_one_clear_message_and_a_failing_status(tmp_path, flags, message):

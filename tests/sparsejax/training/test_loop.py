@@ -20,7 +20,7 @@ from sparsejax.training.step import LossConfig
 from sparsejax.training.workdir import WorkdirInUseError, WorkdirLock
 
 KEYS = {
-    "step", "loss", "ce", "l1", "nnz", "nnz_per_layer", "dead_fraction", "grad_norm",
+    "step", "loss", "ce", "l1", "nnz", "nnz_per_layer", "sparse_layers", "dead_fraction", "grad_norm",
     "learning_rate", "tokens_per_s",
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels
 from sparsejax import Options, apply, forward, make_mesh
 from sparsejax.params import flatten
 from sparsejax.sharding import MeshConfig, batch_sharding
@@ -25,17 +26,24 @@ def batch_of(seed, rows=8, length=16):
 
 
 @functools.cache
-def compiled(config, mesh, loss):
+def compiled(config, mesh, loss, implementation=None):
     """Mesh, a function making fresh states, and the step; compiled once per module."""
     mesh = make_mesh(mesh)
     optimizer, schedule = make_optimizer(OPTIMIZER, 20), make_schedule(OPTIMIZER, 20)
-    step = make_train_step(config, optimizer, schedule, loss, Options(), mesh)
+    step = make_train_step(config, optimizer, schedule, loss, Options(implementation), mesh)
     return mesh, lambda: sharded_state(config, optimizer, mesh, 0), step
 
 
-def run(config, steps, mesh=MeshConfig(), loss=LossConfig(l1_coeff=1e-2), change_state=None):
+def run(
+    config,
+    steps,
+    mesh=MeshConfig(),
+    loss=LossConfig(l1_coeff=1e-2),
+    change_state=None,
+    implementation=None,
+):
     """Trains on fixed batches; returns the last state and every step's metrics."""
-    mesh, new_state, step = compiled(config, mesh, loss)
+    mesh, new_state, step = compiled(config, mesh, loss, implementation)
     state = new_state()
     state = state if change_state is None else change_state(state)
     history = []
@@ -112,6 +120,22 @@ def test_accumulation_equals_one_batch(micro, one_device):
             np.testing.assert_allclose(got[key], expected[key], rtol=2e-5, err_msg=key)
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize(
+    ("mesh", "accumulate"), [(MeshConfig(2, 2, 2), 2), (MeshConfig(1, 2, 4), 1)]
+)
+def test_the_sparse_engine_trains_like_the_dense_one_on_a_mesh(micro, one_device, mesh, accumulate):
+    loss = LossConfig(l1_coeff=1e-2, accumulate=accumulate)
+    with pallas_kernels.interpret():
+        _, history = run(micro, 3, mesh, loss, implementation="triton")
+    for got, expected in zip(history, one_device[2], strict=False):
+        for key in ("loss", "ce", "l1", "nnz_per_layer", "dead_fraction", "grad_norm"):
+            np.testing.assert_allclose(got[key], expected[key], rtol=1e-4, err_msg=key)
+        # Per layer between 0 (dense on every device and microbatch) and 1.
+        assert 0 <= got["sparse_layers"] <= 2
+        assert expected["sparse_layers"] == 0
+
+
 def test_masked_targets_do_not_count(micro):
     mesh = make_mesh()
     evaluate = make_eval_step(micro, 100, Options(), mesh)
@@ -126,6 +150,8 @@ def test_masked_targets_do_not_count(micro):
     np.testing.assert_allclose(full["ce_sum"], ce.sum(), rtol=1e-5)
     np.testing.assert_allclose(masked["ce_sum"], ce[:, :5].sum(), rtol=1e-5)
     assert masked["tokens"] == 40
+    assert masked["batches"] == 1
+    np.testing.assert_array_equal(masked["sparse_sum"], [0, 0])
 
 
 def kill(state, rows):
