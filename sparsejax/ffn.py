@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,16 +72,17 @@ def ffn(
 
     rows, neurons = split.batch or None, split.neurons or None
     weight = P(neurons)
+    specs: dict[str, Any] = {
+        "y": P(neurons, rows),
+        "l1": P(neurons, rows),
+        "nnz": P(neurons, rows),
+        "neuron_nnz": P(rows, neurons) if count_neurons else None,
+        "sparse": P(split.batch + split.neurons),
+    }
     out = jax.shard_map(
         local,
         in_specs=(P(rows), weight, weight, weight, weight),
-        out_specs=FFNOutput(
-            y=P(neurons, rows),
-            l1=P(neurons, rows),
-            nnz=P(neurons, rows),
-            neuron_nnz=P(rows, neurons) if count_neurons else None,
-            sparse=P(split.batch + split.neurons),
-        ),
+        out_specs=FFNOutput(**specs),
         axis_names=split.manual,
         # Kernels do not say over which axes their outputs vary. Every axis that is used is in the
         # specs above; along the others all devices hold the same values.

@@ -20,8 +20,8 @@ from sparsejax.training.step import LossConfig
 from sparsejax.training.workdir import WorkdirInUseError, WorkdirLock
 
 KEYS = {
-    "step", "loss", "ce", "l1", "nnz", "nnz_per_layer", "sparse_layers", "dead_fraction", "grad_norm",
-    "learning_rate", "tokens_per_s",
+    "step", "loss", "ce", "l1", "nnz", "nnz_per_layer", "sparse_layers", "dead_fraction",
+    "grad_norm", "learning_rate", "tokens_per_s",
 }  # fmt: skip
 
 
