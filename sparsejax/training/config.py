@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from sparsejax import presets
-from sparsejax.config import ModelConfig
+from sparsejax.config import ModelConfig, config_differences
 from sparsejax.model import Options
 from sparsejax.sharding import MeshConfig
+from sparsejax.training import initial
 from sparsejax.training.optimizer import OptimizerConfig
 from sparsejax.training.step import LossConfig
 
@@ -26,7 +27,10 @@ class TrainConfig:
 
     Attributes:
       preset: the model: tiny, 125m, 0.5b, 1b, 1.5b or 2b, each also with -dense or -nongated; or a
-        .json file written by `ModelConfig.to_json`, or the config.json of a run.
+        .json file written by `ModelConfig.to_json`, or the config.json of a run. None takes the
+        model of init_from, or tiny.
+      init_from: start from the weights of this folder, a run (its newest checkpoint) or a Hugging
+        Face folder, instead of random ones; the model is then the one found there.
       data: "stdlib" (the running Python's standard library as bytes), or a folder made by
         experiments/prepare_data.py.
       workdir: where everything is written; None makes a new folder under runs/.
@@ -51,7 +55,8 @@ class TrainConfig:
       keep: how many checkpoints stay.
     """
 
-    preset: str = "tiny"
+    preset: str | None = None
+    init_from: Path | None = None
     data: str = "stdlib"
     workdir: Path | None = None
     steps: int = 300
@@ -95,33 +100,53 @@ class TrainConfig:
         """The preset's configuration.
 
         Raises:
-          ValueError: unknown preset (lists the known), a bad file, or seq_len beyond its context.
+          ValueError: unknown preset (lists the known), a bad file, seq_len beyond its context, or a
+            preset that is not the model of init_from.
+          FileNotFoundError: no model in init_from.
         """
-        if self.preset.endswith(".json"):
-            if not Path(self.preset).is_file():
-                raise ValueError(f"preset {self.preset!r}: there is no such file")
-            model = _read_model(Path(self.preset))
+        if self.init_from is not None:
+            model, place = self._model_of_init_from(self.init_from), f"init_from {self.init_from}"
         else:
-            model = presets.get(self.preset)
+            model, place = _preset(self.preset or "tiny"), f"preset {self.preset or 'tiny'!r}"
         if "float16" in (model.dtype, model.param_dtype):
             raise ValueError(
-                f"preset {self.preset!r} has dtype {model.dtype} and param_dtype "
+                f"{place} has dtype {model.dtype} and param_dtype "
                 f"{model.param_dtype}: gradients underflow in float16; train in bfloat16"
             )
         if self.seq_len is not None and self.seq_len > model.context_length:
             raise ValueError(
                 f"seq_len {self.seq_len} exceeds the context length {model.context_length} of "
-                f"preset {self.preset!r}; use at most that"
+                f"{place}; use at most that"
             )
+        return model
+
+    def _model_of_init_from(self, folder: Path) -> ModelConfig:
+        saved = initial.saved_config(self.workdir) if self.resume and self.workdir else None
+        if saved is not None:  # a run that goes on does not need the folder it began with
+            return saved
+        model = initial.initial_config(folder)
+        if self.preset is not None:
+            # Neither dtypes nor what random weights would be belong to the weights.
+            ours = model.replace(init_std=1.0).to_dict()
+            asked = _preset(self.preset).replace(
+                dtype=model.dtype, param_dtype=model.param_dtype, init_std=1.0
+            )
+            if problems := config_differences(asked.to_dict(), ours):
+                raise ValueError(
+                    f"preset {self.preset!r} is not the model of init_from {folder} (preset vs "
+                    "folder); leave out --preset:\n  " + "\n  ".join(problems[:10])
+                )
         return model
 
     def resolved(self) -> TrainConfig:
         """This config with every default that depends on another setting filled in."""
+        if self.preset is None and self.init_from is None:
+            return dataclasses.replace(self, preset="tiny").resolved()
         if self.loss.l1_coeff is not None:
             return self
         activations = [layer.ffn.activation for layer in self.model().layers if layer.ffn]
         sparse = "relu" in activations
-        coeff = 0.0 if not sparse else 1e-2 if self.preset.startswith("tiny") else 2e-5
+        coeff = 0.0 if not sparse else 1e-2 if (self.preset or "").startswith("tiny") else 2e-5
         return dataclasses.replace(self, loss=dataclasses.replace(self.loss, l1_coeff=coeff))
 
     def options(self) -> Options:
@@ -131,6 +156,14 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
+
+def _preset(name: str) -> ModelConfig:
+    if not name.endswith(".json"):
+        return presets.get(name)
+    if not Path(name).is_file():
+        raise ValueError(f"preset {name!r}: there is no such file")
+    return _read_model(Path(name))
 
 
 def _read_model(path: Path) -> ModelConfig:

@@ -59,3 +59,16 @@ def sharded_state(
     template = state_template(config, optimizer, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, template)
     return jax.jit(lambda s: new_state(config, optimizer, s), out_shardings=shardings)(seed)
+
+
+def state_from_params(
+    params: Params, optimizer: optax.GradientTransformation, shardings: TrainState
+) -> TrainState:
+    """A state at step 0 with these parameters; the optimiser's part is made where it belongs."""
+
+    def rest(params: Params) -> tuple[jax.Array, Any]:
+        return jnp.zeros((), jnp.int32), optimizer.init(params)
+
+    placed = (shardings.step, shardings.opt_state)
+    step, opt_state = jax.jit(rest, out_shardings=placed)(params)
+    return TrainState(step, params, opt_state)

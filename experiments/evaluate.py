@@ -1,0 +1,190 @@
+"""Evaluates a model: perplexity on held-out text, multiple choice, lm-evaluation-harness.
+
+    python experiments/evaluate.py --model runs/mine --data stdlib --out runs/mine/evaluation.json
+    python experiments/evaluate.py --model models/llama --tasks questions.jsonl
+
+--model is a run of experiments/train.py or a Hugging Face folder. With --out, a table and a picture
+of the loss by position are written beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import tyro
+
+from pallas_kernels import UnsupportedError
+from sparsejax import distributed, evaluation
+from sparsejax.data import open_source
+from sparsejax.evaluation.curve import write_text
+from sparsejax.modules import Options
+from sparsejax.sharding import MeshConfig, check_batch, make_mesh
+from sparsejax.training.checkpoint import CheckpointError
+
+# What a user can mend: shown as one line, without a traceback.
+EXPECTED = (
+    ValueError, OSError, FloatingPointError, ModuleNotFoundError, UnsupportedError, CheckpointError
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """Evaluates a model: perplexity, multiple choice, tasks of lm-evaluation-harness.
+
+    Attributes:
+      model: a run of experiments/train.py, or a Hugging Face folder.
+      data: "stdlib", or a folder made by experiments/prepare_data.py: measure perplexity on it.
+      split: which part of it.
+      window: tokens per window; None takes the model's context length, at most 2048.
+      stride: from one window to the next; shorter than the window, each token sees more context.
+      mask_documents: keep documents apart, as training with that flag does.
+      max_tokens: score the first so many tokens only.
+      tasks: multiple-choice questions, one JSON object per line with "question" (or "context"),
+        "choices" and "answer", the right one's index.
+      separator: what stands between a question and a choice.
+      harness: tasks of lm-evaluation-harness (the extra "eval").
+      harness_path: a folder with task files of your own.
+      fewshot: examples before each question of the harness.
+      limit: questions per task of the harness.
+      out: a .json file for the results; it is written after each part.
+      step: checkpoint of a run; None takes the newest whole one.
+      tokenizer: a tokenizer.json or "bytes", where the model's is not in its place.
+      bos: begin texts with the token that the tokenizer puts in front; None does so for Hugging
+        Face folders.
+      context_length: use the model up to this many positions only.
+      batch_size: windows or choices at a time, over all devices.
+      mesh: how devices are used; the first data x fsdp x tensor of them, data=-1 for all.
+      implementation: engine of the feed-forward op; None to choose.
+      dtype: dtype to compute in; None takes the model's, but float32 on a CPU.
+    """
+
+    model: Path
+    data: str | None = None
+    split: str = "val"
+    window: int | None = None
+    stride: int | None = None
+    mask_documents: bool = False
+    max_tokens: int | None = None
+    tasks: tuple[Path, ...] = ()
+    separator: str = " "
+    harness: tuple[str, ...] = ()
+    harness_path: Path | None = None
+    fewshot: int | None = None
+    limit: int | None = None
+    out: Path | None = None
+    step: int | None = None
+    tokenizer: str | None = None
+    bos: bool | None = None
+    context_length: int | None = None
+    batch_size: int = 8
+    mesh: MeshConfig = MeshConfig()
+    implementation: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs the script; returns its exit status."""
+    flags = tyro.cli(Flags, args=args)
+    if not (flags.data or flags.tasks or flags.harness):
+        raise ValueError("nothing to evaluate: give --data, --tasks or --harness")
+    if flags.out is not None and (flags.out.suffix != ".json" or flags.out.is_dir()):
+        raise ValueError(f"--out must be a .json file, got {flags.out}")
+    distributed.initialize()
+    # What can be wrong with inputs is found before the weights are read.
+    source = open_source(flags.data, flags.split) if flags.data else None
+    questions = {str(file): evaluation.read_questions(file) for file in flags.tasks}
+    wanted = flags.mesh.data * flags.mesh.fsdp * flags.mesh.tensor
+    devices = jax.devices()
+    mesh = make_mesh(flags.mesh, devices[:wanted] if 0 < wanted <= len(devices) else devices)
+    if flags.batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {flags.batch_size}")
+    check_batch(mesh, flags.batch_size)
+    model = evaluation.open_model(
+        flags.model,
+        mesh,
+        dtype=flags.dtype,
+        step=flags.step,
+        tokenizer=flags.tokenizer,
+        bos=flags.bos,
+        context_length=flags.context_length,
+        options=Options(implementation=flags.implementation),
+    )
+    report = _Report(flags, model)
+    if source is not None:
+        found = evaluation.perplexity(
+            model,
+            source,
+            window=flags.window,
+            stride=flags.stride,
+            batch_size=flags.batch_size,
+            mask_documents=flags.mask_documents,
+            max_tokens=flags.max_tokens,
+            progress=True,
+        )
+        if flags.out is not None and jax.process_index() == 0:
+            evaluation.write_curve(found, flags.out.parent, f"{flags.out.stem}_by_position")
+        report.add("perplexity", found.to_dict(), str(found))
+    for file, rows in questions.items():
+        scored = evaluation.multiple_choice(
+            model, rows, separator=flags.separator, batch_size=flags.batch_size, progress=True
+        )
+        report.add("multiple_choice", {file: scored.to_dict()}, f"{file}: {scored}")
+    if flags.harness:
+        tables = evaluation.run_harness(
+            model,
+            flags.harness,
+            include_path=flags.harness_path,
+            num_fewshot=flags.fewshot,
+            limit=flags.limit,
+            batch_size=flags.batch_size,
+        )
+        report.add("harness", tables, json.dumps(tables["results"], indent=1, default=str))
+    report.finish()
+    return 0
+
+
+class _Report:
+    """Prints each part as it is done, and keeps --out up to date with it."""
+
+    def __init__(self, flags: Flags, model: evaluation.EvalModel):
+        self._out, self._began = flags.out, time.perf_counter()
+        self._values: dict[str, Any] = {
+            "status": "unfinished",
+            "model": {"path": model.name, "step": model.step, "dtype": model.config.dtype},
+            "flags": json.loads(json.dumps(dataclasses.asdict(flags), default=str)),
+            "device": f"{model.mesh.size} x {jax.devices()[0].device_kind}",
+            "versions": {n: importlib.metadata.version(n) for n in ("jax", "flax")},
+        }
+        self._write()
+
+    def add(self, name: str, values: dict[str, Any], line: str) -> None:
+        self._values.setdefault(name, {}).update(values)
+        self._write()
+        if jax.process_index() == 0:
+            print(line, flush=True)
+
+    def finish(self) -> None:
+        seconds = time.perf_counter() - self._began
+        self._values |= {"status": "finished", "seconds": seconds}
+        self._write()
+
+    def _write(self) -> None:
+        if self._out is not None and jax.process_index() == 0:
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self._out, json.dumps(self._values, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except EXPECTED as error:
+        sys.exit(f"{Path(__file__).name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,36 @@
+"""How good is a model? Perplexity, multiple choice, and lm-evaluation-harness.
+
+>>> model = sparsejax.evaluation.open_model("runs/mine")
+>>> result = sparsejax.evaluation.perplexity(model, sparsejax.data.open_source("stdlib", "val"))
+>>> result.nats_per_token, result.bits_per_byte
+"""
+
+from sparsejax.evaluation.curve import write_curve
+from sparsejax.evaluation.harness import harness_model, run_harness
+from sparsejax.evaluation.loglikelihood import Pair, PairScore, encode_pair, score_pairs
+from sparsejax.evaluation.models import EvalModel, open_model
+from sparsejax.evaluation.multiple_choice import (
+    MultipleChoice,
+    Question,
+    multiple_choice,
+    read_questions,
+)
+from sparsejax.evaluation.perplexity import Perplexity, perplexity
+
+__all__ = [
+    "EvalModel",
+    "MultipleChoice",
+    "Pair",
+    "PairScore",
+    "Perplexity",
+    "Question",
+    "encode_pair",
+    "harness_model",
+    "multiple_choice",
+    "open_model",
+    "perplexity",
+    "read_questions",
+    "run_harness",
+    "score_pairs",
+    "write_curve",
+]

@@ -1,0 +1,178 @@
+"""What is evaluated: a model, its tokenizer and its mesh, from a run or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import jax
+import tokenizers
+from jax.sharding import Mesh
+
+from sparsejax import convert
+from sparsejax.config import ModelConfig
+from sparsejax.data import (
+    ByteTokenizer,
+    DataNotFoundError,
+    HFTokenizer,
+    Tokenizer,
+    TokenSource,
+    check_vocab,
+    open_tokenizer,
+)
+from sparsejax.modules import Options
+from sparsejax.sharding import make_mesh
+from sparsejax.training.initial import folder_kind
+from sparsejax.training.load import load_model
+from sparsejax.types import Params
+
+_PROBED_IDS = 512
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EvalModel:
+    """A model that can be evaluated.
+
+    Attributes:
+      name: where it comes from, for messages.
+      config: the model; its `dtype` is what is computed in.
+      params: its parameters, placed on `mesh`.
+      mesh: rows go over data and fsdp, heads, neurons and vocabulary over tensor.
+      tokenizer: text to ids; None where it is not known.
+      prefix: ids that every text begins with (the beginning-of-sequence token of many published
+        models); empty for none.
+      step: training step of a run, else None.
+      options: how forward passes run.
+    """
+
+    name: str
+    config: ModelConfig
+    params: Params
+    mesh: Mesh
+    tokenizer: Tokenizer | None = None
+    prefix: tuple[int, ...] = ()
+    step: int | None = None
+    options: Options = Options()
+
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+          ValueError: it is not known.
+        """
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{self.name} has no tokenizer (or it is no longer in its place); name a "
+                "tokenizer.json, or 'bytes', with tokenizer= (--tokenizer)"
+            )
+        return self.tokenizer
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids that stand for text; the embedding may have more rows."""
+        return self.config.vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
+
+    def check_source(self, source: TokenSource) -> None:
+        """Raises a ValueError unless `source` was tokenised as this model's text is."""
+        check_vocab(source, self.config.vocab_size)
+        ours, theirs = self.tokenizer, source.tokenizer
+        if ours is None or theirs is None:
+            return
+        size = min(ours.vocab_size, theirs.vocab_size)
+        probed = sorted({i * size // _PROBED_IDS for i in range(_PROBED_IDS)})
+        ends = {ours.eot_id, theirs.eot_id}
+        for i in [i for i in probed if i not in ends]:
+            if ours.decode([i]) != theirs.decode([i]):
+                raise ValueError(
+                    f"corpus {source.label} was tokenised with another tokenizer than the "
+                    f"model's: id {i} is {theirs.decode([i])!r} in the corpus and "
+                    f"{ours.decode([i])!r} to {self.name}; prepare the text with the model's "
+                    "tokenizer.json"
+                )
+
+
+def open_model(
+    path: str | os.PathLike,
+    mesh: Mesh | None = None,
+    *,
+    dtype: str | None = None,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    bos: bool | None = None,
+    context_length: int | None = None,
+    ignore_keys: Collection[str] = (),
+    options: Options = Options(),
+) -> EvalModel:
+    """Opens a run of experiments/train.py, or a Hugging Face folder.
+
+    Args:
+      path: the folder.
+      mesh: where the parameters go; None takes the first device.
+      dtype: what to compute in; None takes the model's, but float32 on a CPU, where half precision
+        is slow.
+      step: checkpoint of a run; None takes the newest whole one.
+      tokenizer: a tokenizer.json or "bytes", where the model's is not in its place.
+      bos: begin every text with what the tokenizer itself puts in front of one; None does so for
+        Hugging Face folders. Runs are trained without.
+      context_length: use the model up to this many positions only.
+      ignore_keys: as for `sparsejax.convert.load`.
+      options: how forward passes run.
+
+    Raises:
+      FileNotFoundError: no such folder, or neither kind of model in it.
+      ValueError: a damaged folder, a tokenizer with more ids than the model, or arguments that do
+        not fit the model.
+    """
+    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    folder, kind = Path(path), folder_kind(path)
+    found: Tokenizer | None
+    if kind == "run":
+        loaded = load_model(folder, step=step, mesh=mesh)
+        config, params, step = loaded.config, loaded.params, loaded.step
+        found = None if tokenizer else _run_tokenizer(loaded.data)
+        if context_length is not None and context_length > config.context_length:
+            raise ValueError(
+                f"context_length must be at most the model's {config.context_length}, "
+                f"got {context_length}"
+            )
+    else:
+        if step is not None:
+            raise ValueError(f"step is for runs; {folder} is a Hugging Face folder")
+        config, params, found = convert.load(
+            folder, mesh, dtype, context_length=context_length, ignore_keys=ignore_keys
+        )
+    if tokenizer is not None:
+        found = ByteTokenizer() if tokenizer == "bytes" else HFTokenizer(tokenizer)
+    if found is not None and found.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {found.vocab_size} ids, but the model {folder} has only "
+            f"{config.vocab_size}: they do not belong together"
+        )
+    on_cpu = jax.default_backend() == "cpu"
+    config = config.replace(
+        dtype=dtype or ("float32" if on_cpu else config.dtype),
+        context_length=context_length or config.context_length,
+    )
+    use_bos = kind == "hf" if bos is None else bos
+    prefix = _added_in_front(found) if use_bos and isinstance(found, HFTokenizer) else ()
+    if bos and not prefix:
+        raise ValueError("bos was asked for, but the tokenizer puts nothing in front of a text")
+    return EvalModel(str(folder), config, params, mesh, found, prefix, step, options)
+
+
+def _run_tokenizer(data: str) -> Tokenizer | None:
+    try:
+        return open_tokenizer(data)
+    except DataNotFoundError:
+        return None
+
+
+def _added_in_front(tokenizer: HFTokenizer) -> tuple[int, ...]:
+    """What the tokenizer's own template puts before a text, such as <s>."""
+    raw = tokenizers.Tokenizer.from_file(str(tokenizer.path))
+    plain = raw.encode("a", add_special_tokens=False).ids
+    whole = raw.encode("a", add_special_tokens=True).ids
+    starts = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
+    return tuple(whole[: starts[0]]) if starts else ()

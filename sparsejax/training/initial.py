@@ -1,0 +1,84 @@
+"""Starting a run from given weights: a run's folder or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from sparsejax.config import ModelConfig
+from sparsejax.convert.config_json import from_hf, read_json
+from sparsejax.convert.load import load
+from sparsejax.convert.safetensors_io import open_folder
+from sparsejax.training.checkpoint import Checkpointer
+from sparsejax.training.load import load_model
+from sparsejax.training.workdir import Workdir
+from sparsejax.types import Params
+
+
+def folder_kind(path: str | os.PathLike) -> Literal["run", "hf"]:
+    """What a model's folder is: one of experiments/train.py, or one of Hugging Face.
+
+    Raises:
+      FileNotFoundError: no such folder, or neither.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}; expected a run or a Hugging Face folder")
+    if Workdir(folder).checkpoints.is_dir():
+        return "run"
+    if (folder / "config.json").is_file():
+        return "hf"
+    raise FileNotFoundError(
+        f"{folder} holds no model: neither {Workdir(folder).checkpoints.name}/ (a run of "
+        "experiments/train.py) nor config.json (a Hugging Face folder)"
+    )
+
+
+def initial_config(path: str | os.PathLike) -> ModelConfig:
+    """The model of a folder, as it is trained on: parameters in float32, whatever they lie in.
+
+    Computation keeps the folder's dtype, but for float16, whose gradients underflow: bfloat16.
+
+    Raises:
+      FileNotFoundError: no model there.
+      ValueError: a damaged folder, or a config that is not supported.
+    """
+    folder = Path(path)
+    if folder_kind(folder) == "run":
+        with Checkpointer(Workdir(folder).checkpoints) as checkpointer:
+            config = ModelConfig.from_dict(checkpointer.read_extra()["config"])
+        dtype = config.dtype
+    else:
+        config = from_hf(read_json(folder / "config.json"), f"{folder}/config.json")
+        halves = {entry.dtype for entry in open_folder(folder).values()} - {"F32"}
+        dtype = "bfloat16" if halves else "float32"
+    dtype = "bfloat16" if dtype == "float16" else dtype
+    return config.replace(dtype=dtype, param_dtype="float32")
+
+
+def saved_config(workdir: Path) -> ModelConfig | None:
+    """The model of a run's newest whole checkpoint; None where it has saved nothing yet."""
+    checkpoints = Workdir(workdir).checkpoints
+    if not checkpoints.is_dir():
+        return None
+    with Checkpointer(checkpoints) as checkpointer:
+        if checkpointer.is_empty():
+            return None
+        return ModelConfig.from_dict(checkpointer.read_extra()["config"])
+
+
+def initial_params(path: str | os.PathLike, mesh: Mesh) -> Params:
+    """The folder's parameters in float32, each part read straight to its device.
+
+    Raises:
+      FileNotFoundError: no model there.
+      ValueError: a damaged folder, or a mesh that does not fit the model.
+    """
+    if folder_kind(path) == "hf":
+        return load(path, mesh, "float32")[1]
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), load_model(path, mesh=mesh).params)
