@@ -95,18 +95,19 @@ def block_dependency(
     walk = Walk(config, params)
     m = config.num_layers
     total, left_out, tokens, seen = np.zeros((m, m)), np.zeros((m, m), np.int64), 0, 0
+    measured: set[tuple[int, int]] = set()
     with on_mesh(params):
         for batch in read_batches(_NAME, batches):
-            embedded, contributions, pairs = _rows(walk, batch, part)
             # Fetched at once: one batch in flight.
-            fetched = jax.device_get((embedded, contributions, pairs))
-            _check_finite(*fetched, batch.count)
-            for (i, j), (distance, zero, _) in fetched[2].items():
+            embedded, contributions, pairs = jax.device_get(_rows(walk, batch, part))
+            _check_finite(embedded, contributions, pairs, batch.count)
+            for (i, j), (distance, zero, _) in pairs.items():
                 total[i, j] += distance
                 left_out[i, j] += zero
+                measured.add((i, j))
             tokens, seen = tokens + batch.count, seen + 1
     matrix = np.full((m, m), np.nan)
-    for i, j in pairs:
+    for i, j in measured:
         used = tokens - left_out[i, j]
         if used:
             matrix[i, j] = total[i, j] / used
