@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from sparsejax.surgery.common import (
 )
 from sparsejax.surgery.neurons import channel_contribution, take_neurons
 from sparsejax.types import Params
+
+if TYPE_CHECKING:
+    from sparsejax.analysis.activations import ActivationStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,15 @@ class PruneReport:
     """What `prune_ffn` did, a `PrunedLayer` for each layer in the order asked for."""
 
     layers: tuple[PrunedLayer, ...]
+
+    @property
+    def work_removed(self) -> float:
+        """Share of these layers' gate projection (the dense part of a sparse layer) that is gone.
+
+        The same share of their parameters is.
+        """
+        before = sum(layer.before for layer in self.layers)
+        return 1 - sum(layer.after for layer in self.layers) / before if before else 0.0
 
 
 def remove_ffn(config: ModelConfig, params: Params, layers: Layers) -> tuple[ModelConfig, Params]:
@@ -154,7 +166,7 @@ def prune_ffn(
 def drop_dead_neurons(
     config: ModelConfig,
     params: Params,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | ActivationStats,
     layers: Layers | None = None,
     *,
     multiple: int = 1,
@@ -162,26 +174,34 @@ def drop_dead_neurons(
 ) -> tuple[ModelConfig, Params, PruneReport]:
     """`prune_ffn` of the neurons that contribute nothing on any token of `batches`.
 
-    On these tokens the function is unchanged, to rounding; a neuron that is silent there may speak
-    elsewhere. At least `multiple` neurons of each layer stay, dead or not.
+    With `ActivationStats` these are the neurons that never fired; of batches also those whose row
+    of `down` is zero. On these tokens the function is unchanged, to rounding; a neuron that is
+    silent there may speak elsewhere. At least `multiple` neurons of each layer stay, dead or not.
 
     Args:
       config: the model.
       params: its parameters.
-      batches: as for `channel_contribution`.
+      batches: as for `channel_contribution`, or what `sparsejax.analysis.activation_stats` found
+        on them, which decides without running the model (params may be shapes).
       layers: one index or several; None for all whose neurons can be silent (ReLU).
       multiple: what widths are rounded up to, with dead neurons.
       donate: free each old leaf as soon as its successor exists. The old tree is unusable then.
 
     Returns:
-      (config, params, report).
+      (config, params, report); `report.work_removed` is the share of the gate projection saved.
 
     Raises:
-      ValueError: as `channel_contribution` and `prune_ffn`.
+      ValueError: as `channel_contribution` and `prune_ffn`, or statistics of another model.
     """
+    # Analyses stand on surgery.
+    from sparsejax.analysis.activations import ActivationStats
+
     name = "drop_dead_neurons"
     chosen = layer_indices(name, config, config.sparse_layers if layers is None else layers)
-    scores = channel_contribution(config, params, batches, chosen)
+    if isinstance(batches, ActivationStats):
+        scores = {i: batches.of_layer(i).fired for i in chosen}
+    else:
+        scores = channel_contribution(config, params, batches, chosen)
     alive = {i: max(1, int(np.count_nonzero(score))) for i, score in scores.items()}
     return prune_ffn(
         config, params, chosen, keep=alive, scores=scores, multiple=multiple, donate=donate
