@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,8 +111,8 @@ def block_errors(
 
     def delta(i: int, base: Array) -> tuple[Array, FFNOutput | None]:
         def run(part: Params, base: Array):
-            layer = Layer(config, config.layers[i], options)
-            return layer.apply({"params": part}, base, positions, segment_ids, None)[:2]
+            apply: Any = Layer(config, config.layers[i], options).apply
+            return apply({"params": part}, base, positions, segment_ids, None)[:2]
 
         if options.remat != "none":
             run = jax.checkpoint(run, policy=REMAT_POLICIES[options.remat])

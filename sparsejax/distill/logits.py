@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,8 @@ def distillation_loss(
     n = next((n for n in range(min(least, length), length + 1) if length % n == 0), length)
     fixed = jax.lax.stop_gradient((teacher_hidden, teacher_head, weights.astype(jnp.float32)))
     scales = float(kl_weight), float(lm_weight)
-    loss, kl, ce = _loss(n, scales, hidden, head, fixed[0], fixed[1], targets, fixed[2])
+    sums: Any = _loss(n, scales, hidden, head, fixed[0], fixed[1], targets, fixed[2])
+    loss, kl, ce = sums
     return loss, *jax.lax.stop_gradient((kl, ce))
 
 

@@ -53,21 +53,24 @@ def evaluate(
 ) -> dict[str, Any]:
     """Mean cross-entropy (nats per token), bits per byte and nnz per layer over `batches`.
 
-    `sparse_per_layer` is the share of batches on which a layer took the sparse path.
+    `sparse_per_layer` is the share of batches on which a layer took the sparse path. Further sums
+    of an objective, {"name_sum": ()}, give further means per token.
     """
     names = ("ce_sum", "tokens", "nnz_sum", "sparse_sum", "batches")
     total: dict[str, Any] = dict.fromkeys(names, 0.0)
     for batch in batches:
         # Fetching each batch's sums keeps one batch in flight and adds in float64.
         sums = jax.device_get(eval_step(params, to_device(mesh, batch)))
-        total = {k: total[k] + np.asarray(v, np.float64) for k, v in sums.items()}
+        total |= {k: total.get(k, 0.0) + np.asarray(v, np.float64) for k, v in sums.items()}
     # Without a single target the means are 0, and "tokens" says so.
     tokens = max(float(total["tokens"]), 1.0)
     ce = float(total["ce_sum"]) / tokens
     per_layer = np.atleast_1d(total["nnz_sum"] / tokens)
     sparse = np.atleast_1d(total["sparse_sum"] / max(float(total["batches"]), 1.0))
+    further = {k: float(v) / tokens for k, v in total.items() if k not in names}
     return {
         "ce": ce,
+        **{k.removesuffix("_sum"): v for k, v in further.items()},
         "bits_per_byte": source.bits_per_byte(ce),
         "tokens": int(total["tokens"]),
         "nnz": float(per_layer.mean()) if per_layer.size else 0.0,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import itertools
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,23 +23,32 @@ from sparsejax.training.checkpoint import Checkpointer, NonFiniteStateError
 from sparsejax.training.config import TrainConfig
 from sparsejax.training.evaluate import evaluate, to_device
 from sparsejax.training.interrupt import Interrupt
-from sparsejax.training.metrics import MetricsLog, Speed, read_rows, to_row
+from sparsejax.training.metrics import MetricsLog, Speed, headline, read_rows, to_row
+from sparsejax.training.objective import Objective
 from sparsejax.training.plots import plot_run
 from sparsejax.training.processes import from_process_0
 from sparsejax.training.run import Run, prepare, say
 from sparsejax.training.state import TrainState
 from sparsejax.training.step import Metrics, make_eval_step, make_train_step
+from sparsejax.types import Params
 
 
 class NonFiniteLossError(RuntimeError):
     """The loss or the gradient norm is NaN or infinite; nothing was saved after it."""
 
 
-def train(config: TrainConfig) -> dict[str, Any]:
+def train(
+    config: TrainConfig, make_objective: Callable[[Run], Objective] | None = None
+) -> dict[str, Any]:
     """Trains as `config` says; returns what summary.json holds.
 
     In a launch of several processes every process calls this with the same config, after
     `sparsejax.distributed.initialize`.
+
+    Args:
+      config: the settings.
+      make_objective: what is minimised besides the sparsity term, for a run whose settings fit each
+        other; None for the cross-entropy of the next token.
 
     Raises:
       ValueError: settings that do not fit each other, the data, the devices, the folder or the
@@ -47,6 +58,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
     """
     say(f"reading {config.data}")
     run = prepare(config)
+    if make_objective is not None:
+        run = dataclasses.replace(run, objective=make_objective(run))
     run.check_processes()
     with run.loader(run.source) as loader, contextlib.ExitStack() as lock:
         run.take_workdir(lock)
@@ -95,9 +108,10 @@ class _Trainer:
         self.loader, self.checkpointer = loader, checkpointer
         self.state, self.step = state, int(state.step)
         self.log, self.eval_log = log, eval_log
-        self.eval_step = make_eval_step(
-            run.model, self.config.loss.vocab_chunk, self.config.options(), run.mesh
-        )
+        frozen = None if run.objective is None else run.objective.frozen
+        self.frozen = () if frozen is None else (frozen,)
+        chunk, options = self.config.loss.vocab_chunk, self.config.options()
+        self.eval_step = make_eval_step(run.model, chunk, options, run.mesh, run.objective)
         self._note_missing_rows(resumed=self.config.resume and self.step > 0)
 
     def _note_missing_rows(self, resumed: bool) -> None:
@@ -149,7 +163,8 @@ class _Trainer:
         )
         with bar, Interrupt() as interrupt:
             for batch in itertools.chain([first], self.loader):
-                self.state, metrics = step_fn(self.state, to_device(self.run.mesh, batch))
+                placed = to_device(self.run.mesh, batch)
+                self.state, metrics = step_fn(self.state, placed, *self.frozen)
                 self.step += 1
                 if pending:
                     self._record(*pending, bar)
@@ -180,7 +195,8 @@ class _Trainer:
     def _compile(self, batch: Batch) -> tuple[Any, dict[str, Any]]:
         """Compiles ahead: its time and memory are reported, and the bar shows training only."""
         began, run = time.perf_counter(), self.run
-        say(f"compiling {self.config.preset} for {run.mesh.size} device(s)")
+        name = self.config.preset or self.config.init_from
+        say(f"compiling {name} for {run.mesh.size} device(s)")
         step_fn = make_train_step(
             run.model,
             run.optimizer,
@@ -189,8 +205,10 @@ class _Trainer:
             self.config.options(),
             run.mesh,
             self.config.seed,
+            run.objective,
         )
-        compiled = step_fn.lower(self.state, to_device(run.mesh, batch)).compile()
+        placed = to_device(run.mesh, batch)
+        compiled = step_fn.lower(self.state, placed, *self.frozen).compile()
         seconds = time.perf_counter() - began
         say(
             f"{count(self.state.params):,} parameters on {jax.device_count()} x "
@@ -221,7 +239,7 @@ class _Trainer:
         self.log.write(row)
         flops = flops_per_token(self.run.model, self.run.seq_len)
         mfu = utilisation(flops, row["tokens_per_s"], jax.device_count())
-        shown = f"ce {row['ce']:.3f}  nnz {row['nnz']:.1f}  {row['tokens_per_s']:,.0f} tok/s"
+        shown = f"{headline(row)}  nnz {row['nnz']:.1f}  {row['tokens_per_s']:,.0f} tok/s"
         shown += "" if mfu is None else f"  MFU {mfu:.1%}"
         bar.set_postfix_str(shown)
         if bar.disable:
@@ -254,7 +272,12 @@ class _Trainer:
             source, num_epochs=1, shuffle=False, drop_remainder=False, worker_count=0
         ) as loader:
             batches = itertools.islice(loader, self.config.eval_batches)
-            result = evaluate(self.eval_step, self.state.params, self.run.mesh, batches, source)
+            params = self.state.params
+
+            def eval_step(params: Params, batch: Any) -> Metrics:
+                return self.eval_step(params, batch, *self.frozen)
+
+            result = evaluate(eval_step, params, self.run.mesh, batches, source)
         if not result["tokens"]:
             say(f"step {self.step}: the held-out batches have no target; nothing was evaluated")
             return None

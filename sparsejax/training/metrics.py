@@ -82,12 +82,19 @@ def read_rows(path: Path, *, skip_damaged: bool = False) -> list[Row]:
 
 
 def to_row(step: int, metrics: dict[str, Any], tokens_per_s: float) -> Row:
-    """Device metrics of one step as JSON values, in a fixed order of keys."""
+    """Device metrics of one step as JSON values: loss, the objective's terms, then the rest."""
     values = {k: np.asarray(v).tolist() for k, v in metrics.items()}
-    order = ("loss", "ce", "l1", "nnz", "nnz_per_layer", "sparse_layers")
-    order += ("dead_fraction", "grad_norm")
+    activity = ("l1", "nnz", "nnz_per_layer", "sparse_layers", "dead_fraction", "grad_norm")
+    apart = {"loss", *activity, "learning_rate", "targets"}
+    order = ("loss", *(k for k in values if k not in apart), *activity)
     row = {"step": step} | {k: values[k] for k in order}
     return row | {"learning_rate": values["learning_rate"], "tokens_per_s": tokens_per_s}
+
+
+def headline(row: Row) -> str:
+    """The objective's scalar terms, as the progress bar shows them: "ce 1.523  kl 0.012"."""
+    names = list(row)[2 : list(row).index("l1")]
+    return "  ".join(f"{k} {row[k]:.3f}" for k in names if isinstance(row[k], float))
 
 
 class Speed:

@@ -22,8 +22,14 @@ def plot_run(rows: list[Row], folder: Path, unit: str = "token") -> list[Path]:
 def _plot_loss(rows: list[Row], steps: list[int], path: Path, unit: str) -> Path:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(steps, [row["ce"] for row in rows], label="cross-entropy", marker=_dot(rows))
-    axes.plot(steps, [row["loss"] for row in rows], label="cross-entropy + L1 term", ls="--", lw=1)
+    if plain := all("ce" in row for row in rows):
+        axes.plot(steps, [row["ce"] for row in rows], label="cross-entropy", marker=_dot(rows))
+    for name, label in {"kl": "KL to the teacher", "error": "error of blocks"}.items():
+        if found := [row[name] for row in rows if name in row]:
+            axes.plot(steps[-len(found) :], found, label=label, marker=_dot(rows))
+            plain = False
+    label = "cross-entropy + L1 term" if plain else "loss"
+    axes.plot(steps, [row["loss"] for row in rows], label=label, ls="--", lw=1)
     axes.set(xlabel="step", ylabel=f"nats per {unit}", title="Training loss")
     return _save(figure, axes, path)
 

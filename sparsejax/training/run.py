@@ -30,9 +30,16 @@ from sparsejax.sharding import check_batch, make_mesh
 from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.config import TrainConfig
 from sparsejax.training.evaluate import process_block
+from sparsejax.training.initial import initial_params
+from sparsejax.training.objective import Objective
 from sparsejax.training.optimizer import make_optimizer, make_schedule
 from sparsejax.training.processes import from_all_processes, from_process_0
-from sparsejax.training.state import TrainState, sharded_state, state_template
+from sparsejax.training.state import (
+    TrainState,
+    sharded_state,
+    state_from_params,
+    state_template,
+)
 from sparsejax.training.workdir import Workdir, WorkdirLock
 
 # Settings that a resumed run may change without a remark.
@@ -52,6 +59,7 @@ class Run:
     schedule: optax.Schedule
     optimizer: optax.GradientTransformation
     template: TrainState
+    objective: Objective | None = None
 
     @property
     def seq_len(self) -> int:
@@ -117,7 +125,7 @@ class Run:
         if never_saved:
             say(f"{self.workdir.root} was left before its first checkpoint; starting from step 0")
         if never_saved or not self.config.resume:
-            return sharded_state(self.model, self.optimizer, self.mesh, self.config.seed)
+            return self._fresh_state()
         restored = checkpointer.restore(self.template, expected_config=self.model.to_dict())
         loader.restore(restored.extra["loader"])
         say(f"resumed {self.workdir.root} after step {restored.step}")
@@ -125,7 +133,18 @@ class Run:
         for line in config_differences(was, self.config.to_dict()):
             if not line.startswith(_FREE_TO_CHANGE):
                 say(f"note: this setting differs from the run so far (was vs now): {line}")
+        about = [] if self.objective is None else [self.objective.describe()]
+        for line in config_differences([restored.extra.get("objective")][: len(about)], about):
+            say(f"note: the objective differs from the run so far (was vs now): {line}")
         return restored.state
+
+    def _fresh_state(self) -> TrainState:
+        if self.config.init_from is None:
+            return sharded_state(self.model, self.optimizer, self.mesh, self.config.seed)
+        say(f"reading the weights of {self.config.init_from}")
+        params = initial_params(self.config.init_from, self.mesh)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.template)
+        return state_from_params(params, self.optimizer, shardings)
 
     def write_config(self) -> None:
         """Writes config.json: model, settings and corpus."""
@@ -135,10 +154,12 @@ class Run:
     def describe(self) -> dict[str, Any]:
         """What config.json and every checkpoint say of the run; the model is under "config"."""
         data = {"name": self.config.data, "fingerprint": self.source.fingerprint}
+        about = {} if self.objective is None else {"objective": self.objective.describe()}
         return {
             "config": self.model.to_dict(),
             "train": self.config.to_dict(),
             "data": data,
+            **about,
         }
 
 
@@ -196,5 +217,5 @@ def _workdir_path(config: TrainConfig) -> Path:
         return config.workdir
     if jax.process_count() > 1:
         raise ValueError("several processes need one --workdir, a folder that all of them share")
-    name = Path(config.preset).name.removesuffix(".json")
+    name = Path(config.preset or config.init_from or "").name.removesuffix(".json")
     return Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"

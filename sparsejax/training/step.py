@@ -13,16 +13,16 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sparsejax import fused_loss
 from sparsejax.config import ModelConfig
 from sparsejax.losses import DEFAULT_CHUNK, cross_entropy, l1_coefficient
-from sparsejax.model import ModelOutput, Options, forward, head_weight
+from sparsejax.model import Options, head_weight
+from sparsejax.params import path_string
 from sparsejax.sharding import batch_sharding
 from sparsejax.training.neurons import revive
+from sparsejax.training.objective import Batch, LanguageModel, Objective, run_model
 from sparsejax.training.state import TrainState, state_template
 from sparsejax.types import Params
 
-Batch = dict[str, Array]
 Metrics = dict[str, Array]
 
 
@@ -69,8 +69,11 @@ def make_train_step(
     options: Options,
     mesh: Mesh,
     seed: int = 0,
+    objective: Objective | None = None,
 ) -> Any:
     """The jitted update `(state, batch) -> (state, metrics)`; the state's buffers are donated.
+
+    With an objective that has frozen arrays it is `(state, batch, frozen)`.
 
     Args:
       config: the model.
@@ -80,58 +83,55 @@ def make_train_step(
       options: how the forward pass runs.
       mesh: where state (by the sharding rules) and batch (rows over data and fsdp) live.
       seed: seeds the draws that revive dead neurons.
+      objective: what is minimised besides the sparsity term; None for the cross-entropy.
 
     Returns:
       The function. Its batch is {"tokens", "targets"} (B, T) int32 and optionally "segment_ids",
-      "positions" and "loss_mask" (B, T). Its metrics are replicated: float32 scalars loss, ce, l1,
-      nnz, dead_fraction, grad_norm, learning_rate, targets (unmasked), sparse_layers (how many
-      layers took the sparse path, a mean over microbatches and devices), and nnz_per_layer (L,).
+      "positions" and "loss_mask" (B, T). Its metrics are replicated: the objective's terms (ce for
+      the cross-entropy), float32 scalars loss, l1, nnz, dead_fraction, grad_norm, learning_rate,
+      targets (unmasked), sparse_layers (how many layers took the sparse path, a mean over
+      microbatches and devices), and nnz_per_layer (L,).
     """
     options = dataclasses.replace(options, count_neurons=True)
-    batch_ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    objective = objective or language_model(config, loss, mesh)
     l1_coeff = 2e-5 if loss.l1_coeff is None else loss.l1_coeff
 
-    def microbatch_loss(params: Params, batch: Batch, tokens: Array, coeff: Array):
-        out = _run(config, params, batch, options)
+    def microbatch_loss(params: Params, frozen: Any, batch: Batch, tokens: Array, coeff: Array):
         # Everything over the whole batch's denominators, so that microbatches add up.
         weights = _mask(batch).astype(jnp.float32) / tokens
-        head, targets = head_weight(config, params), batch["targets"]
-        rows, length = targets.shape[0] // batch_ways, targets.shape[1]
-        if fused_loss.pays(rows, length, config.vocab_size, loss.vocab_chunk):
-            ce = fused_loss.weighted_cross_entropy(
-                out.hidden, head, targets, weights, chunk=loss.vocab_chunk
-            )
-        else:
-            per_token = cross_entropy(out.hidden, head, targets, chunk=loss.vocab_chunk)
-            ce = jnp.sum(jnp.where(weights > 0, per_token * weights, 0.0))
-        all_tokens, layers = targets.size * loss.accumulate, max(len(config.ffn_layers), 1)
-        l1 = jnp.sum(out.stats.l1) / (all_tokens * layers)
-        nnz = jnp.sum(out.stats.nnz.astype(jnp.float32), axis=(1, 2)) / all_tokens
-        parts = {"ce": ce, "l1": l1, "nnz_per_layer": nnz, "neuron_nnz": out.stats.neuron_nnz}
-        parts["sparse_layers"] = jnp.sum(out.stats.sparse) / loss.accumulate
-        return ce + coeff * l1, parts
+        main, terms, stats = objective.loss(params, frozen, batch, weights, options)
+        all_tokens, layers = weights.size * loss.accumulate, max(len(config.ffn_layers), 1)
+        l1 = jnp.sum(stats.l1) / (all_tokens * layers)
+        nnz = jnp.sum(stats.nnz.astype(jnp.float32), axis=(1, 2)) / all_tokens
+        parts: dict[str, Any] = {**terms, "main": main, "l1": l1, "nnz_per_layer": nnz}
+        parts["neuron_nnz"] = stats.neuron_nnz
+        parts["sparse_layers"] = jnp.sum(stats.sparse) / loss.accumulate
+        return main + coeff * l1, parts
 
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, batch: Batch, frozen: Any = None) -> tuple[TrainState, Metrics]:
         coeff = l1_coefficient(state.step, l1_coeff, loss.l1_start, loss.l1_ramp)
         tokens = jnp.maximum(jnp.sum(_mask(batch), dtype=jnp.float32), 1.0)
         grad = jax.grad(microbatch_loss, has_aux=True)
         if loss.accumulate == 1:
-            grads, parts = grad(state.params, batch, tokens, coeff)
+            grads, parts = grad(state.params, frozen, batch, tokens, coeff)
         else:
             # Strided rows: every microbatch keeps each device's own rows.
             stacked = jax.tree.map(
                 lambda a: a.reshape(-1, loss.accumulate, a.shape[1]).swapaxes(0, 1), batch
             )
-            shapes = jax.eval_shape(
-                grad, state.params, jax.tree.map(lambda a: a[0], stacked), tokens, coeff
-            )
+            first = jax.tree.map(lambda a: a[0], stacked)
+            shapes = jax.eval_shape(grad, state.params, frozen, first, tokens, coeff)
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
             def add(total, micro):
-                return jax.tree.map(jnp.add, total, grad(state.params, micro, tokens, coeff)), None
+                new = grad(state.params, frozen, micro, tokens, coeff)
+                return jax.tree.map(jnp.add, total, new), None
 
             (grads, parts), _ = jax.lax.scan(add, zeros, stacked)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates = jax.tree_util.tree_map_with_path(
+            lambda path, u: u if objective.trains(path_string(path)) else jnp.zeros_like(u), updates
+        )
         params: Any = optax.apply_updates(state.params, updates)
         neuron_nnz = parts.pop("neuron_nnz")
         dead = {i: count == 0 for i, count in zip(config.sparse_layers, neuron_nnz, strict=True)}
@@ -140,7 +140,7 @@ def make_train_step(
             params, opt_state = revive(config, params, opt_state, dead, loss.revive_dead, key)
         all_dead = jnp.concatenate([*dead.values(), jnp.zeros((0,), bool)])
         metrics = {
-            "loss": parts["ce"] + coeff * parts["l1"],
+            "loss": parts.pop("main") + coeff * parts["l1"],
             **parts,
             "nnz": jnp.sum(parts["nnz_per_layer"]) / max(len(config.ffn_layers), 1),
             "dead_fraction": jnp.sum(all_dead, dtype=jnp.float32) / max(all_dead.size, 1),
@@ -154,26 +154,33 @@ def make_train_step(
     replicated = NamedSharding(mesh, PartitionSpec())
     return jax.jit(
         update,
-        in_shardings=(shardings, batch_sharding(mesh)),
+        in_shardings=(shardings, batch_sharding(mesh), *_frozen_shardings(objective)),
         out_shardings=(shardings, replicated),
         donate_argnums=0,
     )
 
 
 def make_eval_step(
-    config: ModelConfig, vocab_chunk: int, options: Options, mesh: Mesh
-) -> Callable[[Params, Batch], Metrics]:
+    config: ModelConfig,
+    vocab_chunk: int,
+    options: Options,
+    mesh: Mesh,
+    objective: Objective | None = None,
+) -> Callable[..., Metrics]:
     """The jitted `(params, batch) -> sums`: ce_sum, tokens, nnz_sum (L,), over unmasked tokens.
 
     And "batches", which is 1, with "sparse_sum" (L,), 1 where the layer took the sparse path.
+    An objective adds sums of its own, and its frozen arrays as a third argument if it has any.
     """
 
-    def evaluate(params: Params, batch: Batch) -> Metrics:
-        out, mask = _run(config, params, batch, options), _mask(batch)
+    def evaluate(params: Params, batch: Batch, frozen: Any = None) -> Metrics:
+        out, mask = run_model(config, params, batch, options), _mask(batch)
         head = head_weight(config, params)
         ce = cross_entropy(out.hidden, head, batch["targets"], chunk=vocab_chunk)
         nnz = jnp.where(mask, out.stats.nnz, 0)
+        further = objective.evaluate(params, frozen, batch, out, mask) if objective else {}
         return {
+            **further,
             "ce_sum": jnp.sum(jnp.where(mask, ce, 0.0)),
             "tokens": jnp.sum(mask, dtype=jnp.float32),
             "nnz_sum": jnp.sum(nnz, axis=(1, 2), dtype=jnp.float32),
@@ -184,15 +191,16 @@ def make_eval_step(
     return jax.jit(evaluate, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-def _run(config: ModelConfig, params: Params, batch: Batch, options: Options) -> ModelOutput:
-    return forward(
-        config,
-        params,
-        batch["tokens"],
-        positions=batch.get("positions"),
-        segment_ids=batch.get("segment_ids"),
-        options=options,
-    )
+def language_model(config: ModelConfig, loss: LossConfig, mesh: Mesh) -> LanguageModel:
+    """The objective of plain training."""
+    return LanguageModel(config, loss.vocab_chunk, mesh.shape["data"] * mesh.shape["fsdp"])
+
+
+def _frozen_shardings(objective: Objective) -> tuple[Any, ...]:
+    """The shardings of the step's argument for frozen arrays, if it has one."""
+    if objective.frozen is None:
+        return ()
+    return (jax.tree.map(lambda leaf: leaf.sharding, objective.frozen),)
 
 
 def _mask(batch: Batch) -> Array:
