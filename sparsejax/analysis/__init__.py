@@ -10,8 +10,6 @@
 from sparsejax.analysis.activation_plot import plot_activations
 from sparsejax.analysis.activations import ActivationStats, LayerActivations, activation_stats
 from sparsejax.analysis.choices import Choice, Variant
-from sparsejax.analysis.activation_plot import plot_activations
-from sparsejax.analysis.activations import ActivationStats, LayerActivations, activation_stats
 from sparsejax.analysis.dependency import Dependency, block_dependency
 from sparsejax.analysis.kl import kl_divergence
 from sparsejax.analysis.scores import NO_ATTENTION, NO_FFN, BlockScores, block_scores
