@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels
 import sparsejax
 from sparsejax import (
     AttentionConfig,
@@ -274,18 +273,6 @@ def test_a_mesh_changes_no_token_and_shares_the_cache():
     state, _ = decoder.prefill(*arguments, slots=32, cache_dtype=None)
     for leaf in jax.tree.leaves(state.cache):
         assert {shard.data.nbytes * 8 for shard in leaf.addressable_shards} == {leaf.nbytes}
-
-
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-def test_the_sparse_engine_decodes_the_same_ids_on_a_mesh():
-    model_config = config(layer(attention()), vocab_size=64)
-    params, prompts = random_params(model_config), prompts_of(3, 9, 6)
-    mesh = sparsejax.make_mesh(sparsejax.MeshConfig(data=2, fsdp=1, tensor=4))
-    with pallas_kernels.interpret():
-        found = generate(
-            model_config, params, prompts, max_new_tokens=5, options=Options("triton"), mesh=mesh
-        )
-    assert found == [naive_greedy(model_config, params, prompt, 5) for prompt in prompts]
 
 
 def test_bfloat16_errs_no_more_with_the_cache_than_without():
