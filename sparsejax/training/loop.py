@@ -19,6 +19,7 @@ from sparsejax.data import Batch, Loader
 from sparsejax.hardware import utilisation
 from sparsejax.model import flops_per_token
 from sparsejax.params import count
+from sparsejax.training.activity import report_activity
 from sparsejax.training.checkpoint import Checkpointer, NonFiniteStateError
 from sparsejax.training.config import TrainConfig
 from sparsejax.training.evaluate import evaluate, to_device
@@ -143,7 +144,9 @@ class _Trainer:
             "versions": {n: importlib.metadata.version(n) for n in ("jax", "flax", "optax")},
         }
         if self.step >= steps:
-            summary["held_out"] = self._evaluate()
+            summary["held_out"] = held_out = self._evaluate()
+            if held_out and np.isfinite(held_out["ce"]):
+                summary["activations"] = report_activity(self.run, self.state.params)
         else:
             say(
                 f"stopped after step {self.step} of {steps}; go on with "

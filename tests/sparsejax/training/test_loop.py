@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sparsejax import MeshConfig, presets
+from sparsejax.analysis.activations import ActivationStats
 from sparsejax.data.prepare import prepare_corpus
 from sparsejax.params import flatten
 from sparsejax.training.checkpoint import Checkpointer, CheckpointWarning
@@ -77,7 +78,13 @@ def test_a_run_writes_what_it_says(unbroken):
     assert held_out["bits_per_byte"] == pytest.approx(held_out["ce"] / np.log(2), rel=0.01)
     saved = json.loads((run.workdir / "config.json").read_text())
     assert saved["config"] == run.model().to_dict()
-    assert {p.name for p in (run.workdir / "plots").iterdir()} == {"loss.png", "nnz.png"}
+    # The op's own counts on the same batches are the reference for the statistics.
+    means = [row["mean"] for row in summary["activations"]]
+    np.testing.assert_allclose(means, held_out["nnz_per_layer"], rtol=1e-3)
+    stats = ActivationStats.from_json((run.workdir / "activations.json").read_text())
+    assert stats.tokens == held_out["tokens"] and stats.summary() == summary["activations"]
+    plots = {p.name for p in (run.workdir / "plots").iterdir()}
+    assert plots == {"loss.png", "nnz.png", "activations.png"}
 
 
 def test_stopping_and_resuming_gives_the_same_bits(unbroken, stopped):
