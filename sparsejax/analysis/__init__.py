@@ -5,14 +5,21 @@
 | `activation_stats` | how many neurons are active, which never or rarely, and at which positions |
 | `block_dependency` | how far each layer's contribution turns when an earlier layer is removed |
 | `block_scores` | KL when one layer loses attention, its FFN, or neurons; cosines and norms |
+| `fusion_groups`, `parallel_windows` | which layers to fuse or to run side by side |
+| `select_architecture`, `apply_selection` | one variant per layer under limits |
+| `cost.estimate`, `cost.layer_costs` | parameters, FLOPs, bytes, all-reduces and seconds |
+| `plots` | heat map and lines of all that |
 """
 
+from sparsejax.analysis import cost, plots
 from sparsejax.analysis.activation_plot import plot_activations
 from sparsejax.analysis.activations import ActivationStats, LayerActivations, activation_stats
+from sparsejax.analysis.architecture import Selection, apply_selection, select_architecture
 from sparsejax.analysis.choices import Choice, Variant
 from sparsejax.analysis.dependency import Dependency, block_dependency
 from sparsejax.analysis.kl import kl_divergence
 from sparsejax.analysis.scores import NO_ATTENTION, NO_FFN, BlockScores, block_scores
+from sparsejax.analysis.selection import fusion_groups, parallel_windows
 
 __all__ = [
     "NO_ATTENTION",
@@ -22,10 +29,17 @@ __all__ = [
     "Choice",
     "Dependency",
     "LayerActivations",
+    "Selection",
     "Variant",
     "activation_stats",
+    "apply_selection",
     "block_dependency",
     "block_scores",
+    "cost",
+    "fusion_groups",
     "kl_divergence",
+    "parallel_windows",
     "plot_activations",
+    "plots",
+    "select_architecture",
 ]

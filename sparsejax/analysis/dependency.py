@@ -53,6 +53,23 @@ class Dependency:
                 value = repr(float(self.matrix[i, j]))
                 rows.writerow([self.part, i, j, value, self.tokens, self.left_out[i, j]])
 
+    def save(self, path: str | Path) -> None:
+        """Writes everything to an .npz file, for `Dependency.load`."""
+        with Path(path).open("wb") as file:
+            np.savez(file, **dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Dependency:
+        """What `save` wrote."""
+        with np.load(path) as file:
+            return cls(
+                matrix=file["matrix"],
+                left_out=file["left_out"],
+                tokens=int(file["tokens"]),
+                part=str(file["part"]),  # pyright: ignore[reportArgumentType]
+                forwards=float(file["forwards"]),
+            )
+
 
 def block_dependency(
     config: ModelConfig, params: Params, batches: Iterable[Any], *, part: What = "block"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sparsejax import MeshConfig, make_mesh
-from sparsejax.analysis import block_dependency, steps
+from sparsejax.analysis import Dependency, block_dependency, steps
 from sparsejax.sharding import tree_shardings
 from tests.sparsejax.test_model import (
     EMPTY,
@@ -312,7 +312,7 @@ def test_wrong_requests():
         block_dependency(UNIFORM, params, BATCHES)
 
 
-def test_csv(tmp_path):
+def test_files(tmp_path):
     got = block_dependency(UNIFORM, random_params(UNIFORM), BATCHES)
     got.to_csv(tmp_path / "m.csv")
     with (tmp_path / "m.csv").open() as file:
@@ -321,3 +321,8 @@ def test_csv(tmp_path):
     for row in rows:
         value = got.matrix[int(row["removed"]), int(row["measured"])]
         assert float(row["distance"]) == value and row["tokens"] == "36"
+    got.save(tmp_path / "m")
+    back = Dependency.load(tmp_path / "m")
+    for field in dataclasses.fields(Dependency):
+        np.testing.assert_array_equal(getattr(back, field.name), getattr(got, field.name))
+    assert back.part == "block"
