@@ -16,8 +16,8 @@ from sparsejax.evaluation.perplexity import Perplexity
 def write_curve(result: Perplexity, folder: Path, name: str = "loss_by_position") -> list[Path]:
     """Writes {name}.csv (position, tokens, nats_per_token) and {name}.png; returns their paths.
 
-    Position p is that of a token that has p tokens of context in its window. Positions where no
-    token was scored are left out.
+    A token at position p was predicted from p + 1 tokens of its window. Positions where no token was
+    scored are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     positions = np.flatnonzero(result.position_tokens)
@@ -37,7 +37,7 @@ def write_curve(result: Perplexity, folder: Path, name: str = "loss_by_position"
     axes.plot(middles, means, color="black", marker="o", ms=3, lw=1.5, label="mean of a range")
     axes.set_xscale("log", base=2)
     axes.set(
-        xlabel="position in the window, from 1",
+        xlabel="tokens of context in the window",
         ylabel="nats per token",
         title=f"Loss by position, {result.scored:,} tokens",
     )
@@ -57,7 +57,7 @@ def write_text(file: Path, text: str) -> None:
 def _octaves(
     positions: np.ndarray, tokens: np.ndarray, nats: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Means over four ranges per power of two: their middles (counted from 1), and the losses."""
+    """Means over four ranges per power of two: middles of their contexts, and losses."""
     ranges = np.floor(4 * np.log2(positions + 1)).astype(int)
     weights = np.bincount(ranges, tokens)
     used = weights > 0

@@ -1,0 +1,148 @@
+"""Runs that start from given weights: what they hold, on which devices, and what is refused."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import sparsejax
+from sparsejax import MeshConfig, convert
+from sparsejax.params import flatten
+from sparsejax.training.config import TrainConfig
+from sparsejax.training.initial import folder_kind, initial_config
+from sparsejax.training.load import load_model
+from sparsejax.training.loop import train
+from sparsejax.training.metrics import read_rows
+from sparsejax.training.run import prepare
+from sparsejax.training.step import LossConfig
+
+
+@pytest.fixture(scope="module")
+def params(micro):
+    return sparsejax.init_params(micro.replace(init_std=0.3), jax.random.key(7))
+
+
+@pytest.fixture(scope="module")
+def run_folder(micro, params, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("given") / "run"
+    convert.save_run(folder, micro, params)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hf_folder(micro, params, tmp_path_factory):
+    """The same weights in bfloat16."""
+    folder = tmp_path_factory.mktemp("given") / "hf"
+    convert.save(folder, micro, params, dtype="bfloat16")
+    return folder
+
+
+def config(folder, workdir, **changes) -> TrainConfig:
+    base = TrainConfig(
+        init_from=folder,
+        workdir=workdir,
+        steps=6,
+        seq_len=16,
+        log_every=1,
+        eval_batches=1,
+        checkpoint_every=3,
+        loss=LossConfig(l1_coeff=0.0),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def start(run_config):
+    run = prepare(run_config)
+    return run, run._fresh_state()
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)])
+@pytest.mark.parametrize("kind", ["run", "hf"])
+def test_the_state_holds_the_given_weights(kind, mesh, params, run_folder, hf_folder, tmp_path):
+    folder = run_folder if kind == "run" else hf_folder
+    run, state = start(config(folder, tmp_path / "new", mesh=mesh))
+    assert folder_kind(folder) == kind
+    want = flatten(params)
+    for path, leaf in flatten(state.params).items():
+        kept = want[path] if kind == "run" else want[path].astype("bfloat16").astype("float32")
+        assert leaf.dtype == "float32"
+        assert np.asarray(leaf).tobytes() == np.asarray(kept).tobytes()
+    for leaf, template in zip(jax.tree.leaves(state), jax.tree.leaves(run.template), strict=True):
+        assert leaf.sharding.is_equivalent_to(template.sharding, leaf.ndim)
+        assert (leaf.shape, leaf.dtype) == (template.shape, template.dtype)
+    assert int(state.step) == 0
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(state.opt_state))
+
+
+def test_a_run_starts_there_and_a_resume_does_not_read_it_again(
+    micro, params, run_folder, tmp_path
+):
+    given, workdir = tmp_path / "given", tmp_path / "new"
+    shutil.copytree(run_folder, given)
+    run = config(given, workdir, steps=4, stop_at=2, checkpoint_every=2)
+    train(run)
+    saved = json.loads((workdir / "config.json").read_text())
+    assert saved["train"]["init_from"] == str(given)
+    assert saved["config"] == micro.to_dict()
+    first = read_rows(workdir / "metrics.jsonl")[0]["ce"]
+    prepared = prepare(config(given, tmp_path / "same"))
+    with prepared.loader(prepared.source) as loader:
+        batch = next(loader)
+    logits = np.asarray(sparsejax.apply(micro, params, batch["tokens"]), np.float64)
+    at_target = np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    assert first == pytest.approx((np.log(np.exp(logits).sum(-1)) - at_target).mean(), rel=1e-5)
+    shutil.rmtree(given)
+    train(dataclasses.replace(run, stop_at=None, resume=True))
+    assert [row["step"] for row in read_rows(workdir / "metrics.jsonl")] == [1, 2, 3, 4]
+    # The trained run is itself something to start from.
+    _, state = start(config(workdir, tmp_path / "third"))
+    trained = flatten(load_model(workdir).params)
+    for path, leaf in flatten(state.params).items():
+        np.testing.assert_array_equal(leaf, trained[path])
+
+
+def test_a_run_that_never_saved_starts_there_again(run_folder, tmp_path):
+    workdir = tmp_path / "new"
+    (workdir / "checkpoints").mkdir(parents=True)
+    (workdir / "config.json").write_text("{}")
+    run = config(run_folder, workdir, resume=True)
+    assert run.model() == initial_config(run_folder)
+
+
+def test_the_preset_may_agree(micro, micro_file, run_folder, hf_folder, tmp_path):
+    assert config(run_folder, tmp_path, preset=micro_file).model() == micro
+    found = config(hf_folder, tmp_path, preset=micro_file).model()
+    assert (found.dtype, found.param_dtype) == ("bfloat16", "float32")
+    assert found.replace(dtype="float32") == micro
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "tiny"}, r"preset 'tiny' is not the model of init_from .*d_model: 128 vs 32"),
+        ({"mesh": MeshConfig(tensor=8)}, "the mesh does not fit the model"),
+        ({"seq_len": 64}, "seq_len 64 exceeds the context length 32 of init_from"),
+        ({"init_from": "absent"}, "no folder absent"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_is_written(
+    run_folder, tmp_path, changes, message
+):
+    with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){message}"):
+        train(config(run_folder, tmp_path / "new", **changes))
+    assert not (tmp_path / "new").exists()
+
+
+def test_float16_folders_are_trained_in_bfloat16(micro, params, tmp_path):
+    convert.save(tmp_path / "half", micro, params, dtype="float16")
+    found = initial_config(tmp_path / "half")
+    assert (found.dtype, found.param_dtype) == ("bfloat16", "float32")
+
+
+def test_the_preset_is_tiny_where_nothing_is_said():
+    assert TrainConfig().model() == sparsejax.presets.tiny()
+    assert TrainConfig().resolved().preset == "tiny"
+    assert TrainConfig().resolved().loss.l1_coeff == 1e-2
