@@ -124,7 +124,7 @@ class TrainConfig:
         saved = initial.saved_config(self.workdir) if self.resume and self.workdir else None
         if saved is not None:  # a run that goes on does not need the folder it began with
             return saved
-        model = initial.initial_config(folder)
+        model = self.model_from_init(initial.initial_config(folder))
         if self.preset is not None:
             # Neither dtypes nor what random weights would be belong to the weights.
             ours = model.replace(init_std=1.0).to_dict()
@@ -137,6 +137,10 @@ class TrainConfig:
                     "folder); leave out --preset:\n  " + "\n  ".join(problems[:10])
                 )
         return model
+
+    def model_from_init(self, found: ModelConfig) -> ModelConfig:
+        """What is trained, given the model of init_from: that very model."""
+        return found
 
     def resolved(self) -> TrainConfig:
         """This config with every default that depends on another setting filled in."""

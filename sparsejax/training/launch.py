@@ -15,11 +15,19 @@ from pallas_kernels import UnsupportedError
 from sparsejax import distributed, xla_flags
 from sparsejax.training.checkpoint import CheckpointError
 from sparsejax.training.loop import NonFiniteLossError
+from sparsejax.training.stages import StageStoppedError
 
 T = TypeVar("T")
 
 # What a user can mend: shown as one line, without a traceback.
-EXPECTED = (ValueError, OSError, UnsupportedError, CheckpointError, NonFiniteLossError)
+EXPECTED = (
+    ValueError,
+    OSError,
+    UnsupportedError,
+    CheckpointError,
+    NonFiniteLossError,
+    StageStoppedError,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,224 @@
+"""Longer contexts in stages: 8k -> 16k -> 32k -> 128k, each from the one before it.
+
+A stage changes the rotary embedding and the context length of the config; parameters keep their
+shapes, so the last ones of a stage are the first ones of the next. Its loss is the cross-entropy,
+or, with a teacher that takes such sequences, distillation, as published (arXiv 2503.18908: 54B
+tokens at 8k, 5B at 16k, 5B at 32k, 0.8B at 128k).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from sparsejax.config import ModelConfig, RopeConfig
+from sparsejax.distill.config import DistillConfig
+from sparsejax.distill.objective import DistillLoss
+from sparsejax.training.config import TrainConfig
+from sparsejax.training.initial import initial_config
+from sparsejax.training.optimizer import OptimizerConfig
+from sparsejax.training.run import say
+from sparsejax.training.stages import train_stage
+
+_flat = tyro.conf.arg(name="")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One stage; what is None is as for all stages, or as the model has it.
+
+    Attributes:
+      seq_len: tokens per sequence; the context length grows to it.
+      steps: updates.
+      batch_size: sequences of one update.
+      learning_rate: peak.
+      theta: base of the rotary wavelengths.
+      scaling: "none", "linear" or "llama3"; with the last two `factor` applies.
+      factor: None divides seq_len by the context that the model started from.
+    """
+
+    seq_len: int
+    steps: int | None = None
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    theta: float | None = None
+    scaling: Literal["none", "linear", "llama3"] | None = None
+    factor: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Stage:
+        """Of "seq_len=8192,steps=1000,theta=5e5".
+
+        Raises:
+          ValueError: not of this form, an unknown or repeated field, or not a number.
+        """
+        kinds = {f.name: float for f in dataclasses.fields(cls)}
+        kinds |= dict.fromkeys(("seq_len", "steps", "batch_size"), int) | {"scaling": str}
+        values: dict[str, Any] = {}
+        for item in text.split(","):
+            name, equals, value = item.strip().partition("=")
+            if not equals or name not in kinds or name in values:
+                raise ValueError(
+                    f"stage {text!r}: {item.strip()!r} is not one field=value of {list(kinds)}"
+                )
+            try:
+                values[name] = kinds[name](value)
+            except ValueError:
+                raise ValueError(
+                    f"stage {text!r}: {name} must be {kinds[name].__name__}, got {value!r}"
+                ) from None
+        if "seq_len" not in values:
+            raise ValueError(f"stage {text!r}: seq_len is missing")
+        return cls(**values)
+
+
+def staged_model(model: ModelConfig, stage: Stage) -> ModelConfig:
+    """`model` with the stage's rotary embedding, and a context of at least seq_len.
+
+    Args:
+      model: the one that the first stage starts from: factors count from its context.
+      stage: what changes.
+
+    Raises:
+      ValueError: a factor without a scaling, a rotary embedding that is not possible, or longer
+        sequences than the model's context without a word about the rotary embedding.
+    """
+    rope, longer = model.rope, stage.seq_len > model.context_length
+    scaling = rope.scaling if stage.scaling is None else stage.scaling
+    if stage.factor is not None and scaling == "none":
+        raise ValueError(f"stage seq_len={stage.seq_len}: a factor needs scaling=linear or llama3")
+    if longer and stage.theta is None and stage.scaling is None and stage.factor is None:
+        raise ValueError(
+            f"stage seq_len={stage.seq_len} is longer than the model's context "
+            f"{model.context_length}: say theta=... or scaling=... (scaling=none keeps the rotary "
+            "embedding as it is)"
+        )
+    changes: dict[str, Any] = {} if stage.theta is None else {"theta": stage.theta}
+    if stage.scaling is not None or stage.factor is not None:
+        changes["scaling"] = scaling
+        if scaling == "none":
+            changes["factor"] = 1.0
+        else:
+            grown = max(stage.seq_len / model.context_length, 1.0)
+            already = rope.factor if rope.scaling == scaling else 1.0
+            changes["factor"] = stage.factor or already * grown
+            if rope.scaling == "none":
+                changes["original_context"] = model.context_length
+    return model.replace(
+        rope=dataclasses.replace(rope, **changes),
+        context_length=max(model.context_length, stage.seq_len),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Extended:
+    """A run whose model has another rotary embedding and context than the folder it begins with."""
+
+    rope: RopeConfig | None = None
+    context_length: int | None = None
+
+    def model_from_init(self, found: ModelConfig) -> ModelConfig:
+        """The model of `init_from`, with the stage's changes."""
+        assert self.rope is not None and self.context_length is not None
+        return found.replace(rope=self.rope, context_length=self.context_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtendedTraining(_Extended, TrainConfig):
+    """A stage without a teacher."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtendedDistillation(_Extended, DistillConfig):
+    """A stage with one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtendConfig(TrainConfig):
+    """Stages of longer and longer sequences; the other settings hold for all of them.
+
+    Attributes:
+      stage: a stage as seq_len=16384,steps=500,theta=1e6; may be given several times, in order.
+        Fields: seq_len, steps, batch_size, learning_rate, theta, scaling (none, linear, llama3) and
+        factor.
+      teacher: folder of a model to learn from, which takes sequences as long; None trains on text.
+      teacher_dtype: what the teacher is kept and computed in; None takes the student's dtype.
+      distill: terms of the loss with a teacher.
+      optimizer: AdamW and its schedule, of each stage anew.
+    """
+
+    stage: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    teacher: Path | None = None
+    teacher_dtype: Literal["float32", "bfloat16"] | None = None
+    distill: Annotated[DistillLoss, _flat] = DistillLoss()
+    optimizer: Annotated[OptimizerConfig, _flat] = OptimizerConfig(learning_rate=1e-5)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.init_from is None or self.workdir is None:
+            raise ValueError("a folder to start from (--init-from) and a --workdir are needed")
+        if not self.stage:
+            raise ValueError("name a --stage or more, such as seq_len=16384,steps=500,theta=1e6")
+        if self.seq_len is not None or self.resume:
+            raise ValueError(
+                "seq_len belongs into a --stage" if self.seq_len else
+                "resume is not needed: the same command goes on by itself"
+            )  # fmt: skip
+
+    def runs(self) -> list[ExtendedTraining | ExtendedDistillation]:
+        """The run of each stage, in its folder under workdir.
+
+        Raises:
+          ValueError: a stage that is no stage, or that does not fit the model.
+        """
+        assert self.init_from is not None and self.workdir is not None
+        found = initial_config(self.init_from)
+        runs: list[ExtendedTraining | ExtendedDistillation] = []
+        start = self.init_from
+        for k, stage in enumerate(Stage.parse(text) for text in self.stage):
+            model = staged_model(found, stage)
+            base = {f.name: getattr(self, f.name) for f in dataclasses.fields(TrainConfig)}
+            base |= {
+                "init_from": start,
+                "workdir": self.workdir / f"stage_{k}_{stage.seq_len}",
+                "seq_len": stage.seq_len,
+                "steps": stage.steps or self.steps,
+                "batch_size": stage.batch_size or self.batch_size,
+                "rope": model.rope,
+                "context_length": model.context_length,
+            }
+            if stage.learning_rate is not None:
+                base["optimizer"] = dataclasses.replace(
+                    self.optimizer, learning_rate=stage.learning_rate
+                )
+            if self.teacher is None:
+                runs.append(ExtendedTraining(**base))
+            else:
+                with_teacher = {
+                    n: getattr(self, n) for n in ("teacher", "teacher_dtype", "distill")
+                }
+                runs.append(ExtendedDistillation(**base, **with_teacher))
+            start = base["workdir"]
+        return runs
+
+
+def extend_context(config: ExtendConfig) -> list[dict[str, Any]]:
+    """Runs the stages that are not done, from wherever they stand; the summary of each.
+
+    Raises:
+      ValueError: settings that do not fit each other, the model, or what lies in the workdir.
+      StageStoppedError: a signal ended a stage; the same call goes on with it.
+    """
+    summaries = []
+    runs = config.runs()
+    for k, run in enumerate(runs):
+        say(
+            f"stage {k + 1} of {len(runs)}: {run.steps} updates of {run.batch_size} x {run.seq_len}"
+            f" tokens, rope {run.rope}"
+        )
+        objective = run.objective if isinstance(run, ExtendedDistillation) else None
+        summaries.append(train_stage(run, objective))
+    return summaries
