@@ -67,6 +67,14 @@ def pallas_call(
     )
 
 
+def unwritten(shape: tuple[int, ...], dtype: Any) -> Array:
+    """An array of device memory as it was found; for results that this call's path does not use."""
+    out_shape = [jax.ShapeDtypeStruct(shape, dtype)]
+    return pallas_call(
+        lambda _: None, name="unwritten", grid=(1,), out_shape=out_shape, num_warps=1, num_stages=1
+    )()[0]
+
+
 def barrier() -> None:
     """Makes what this program's threads stored visible to its later loads."""
     if not dispatch.interpreting():  # interpret mode is sequential and knows no barrier
@@ -81,6 +89,19 @@ def next_slot(counter_ref: Any, at: Array) -> Array:
     """
     # Index and value come from `at`: interpret mode refuses literals in atomics.
     return plgpu.atomic_add(counter_ref, (at,), at - at + 1)
+
+
+def set_bits(ref: Any, at: tuple[Array, ...], bits: Array, live: Array) -> None:
+    """Sets `bits`, none of which is set yet, in int32 words of device memory where `live`.
+
+    The result does not depend on the order of programs. Lanes that are not live carry 0 and an
+    index that no live lane has, because interpret mode knows no masked atomics; it knows no OR
+    either, hence its addition, and on a GPU an addition of vectors lowers to one of floats.
+    """
+    if dispatch.interpreting():
+        plgpu.atomic_add(ref, at, bits)
+    else:
+        plgpu.atomic_or(ref, at, bits, mask=live)
 
 
 def dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:

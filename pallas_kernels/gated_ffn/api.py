@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import dispatch
+from pallas_kernels.gated_ffn import config as configs
 from pallas_kernels.gated_ffn import pallas_triton, reference
 from pallas_kernels.gated_ffn.config import FFNConfig
 from pallas_kernels.gated_ffn.output import ACTIVATIONS, FFNOutput
@@ -57,9 +58,9 @@ def gated_ffn(
       gate_bias: optional (F,), dtype of x, added to the pre-activation.
       activation: "relu" (sparse) or "silu" / "gelu" (dense engine only).
       implementation: "xla" (dense; also what None takes, until the sparse engine is measured to win
-        on its own) or "triton" (sparse, on CUDA; its backward pass is the dense one after a
-        recomputation of both projections). Arrays sharded over a mesh belong in `jax.shard_map`
-        with "triton": nothing partitions the kernels.
+        on its own) or "triton" (on CUDA; sparse or dense on the device's own count, forward and
+        backward). Arrays sharded over a mesh belong in `jax.shard_map` with "triton": nothing
+        partitions the kernels.
       config: launch configuration of the triton engine; None takes its tuned default.
       count_neurons: also return `neuron_nnz`, the number of tokens on which each neuron fires.
 
@@ -94,34 +95,34 @@ def engine(x, gate, up, activation: str = "relu", implementation: str | None = N
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated_ffn(call: _Call, x, gate, up, down, gate_bias) -> FFNOutput:
-    return _forward(call, x, gate, up, down, gate_bias)[0]
+    return _run(call, x, gate, up, down, gate_bias, training=False)[0]
 
 
 def _forward(call: _Call, x, gate, up, down, gate_bias):
+    return _run(call, x, gate, up, down, gate_bias, training=True)
+
+
+def _run(call: _Call, x, gate, up, down, gate_bias, *, training: bool):
     """(FFNOutput, what `_backward` needs)."""
+    arrays = (x, gate, up, down, gate_bias)
     if call.engine == "xla":
         return reference.forward(
-            x,
-            gate,
-            up,
-            down,
-            gate_bias,
-            activation=call.activation,
-            count_neurons=call.count_neurons,
+            *arrays, activation=call.activation, count_neurons=call.count_neurons
         )
-    output = pallas_triton.forward(
-        x, gate, up, down, gate_bias, count_neurons=call.count_neurons, config=call.config
+    return pallas_triton.forward(
+        *arrays, count_neurons=call.count_neurons, config=call.config, training=training
     )
-    return output, (x, gate, up, down, gate_bias)
 
 
 def _backward(call: _Call, residuals, cotangent: FFNOutput):
-    if call.engine != "xla":
-        x, gate, up, down, gate_bias = residuals
-        pre, up_out = reference.pre_activations(x, gate, up, gate_bias)
-        residuals = reference.Residuals(x, gate, up, down, gate_bias, pre, up_out)
-    # nnz and neuron_nnz are integers: their cotangents are float0 and carry nothing.
-    return reference.backward(residuals, cotangent.y, cotangent.l1, activation=call.activation)
+    # The counts are integers: their cotangents are float0 and carry nothing.
+    dy, dl1 = cotangent.y, cotangent.l1
+    if call.engine == "xla":
+        return reference.backward(residuals, dy, dl1, activation=call.activation)
+    (features, width), itemsize = residuals.up.shape, residuals.up.dtype.itemsize
+    config = call.config or configs.default(width, features, itemsize)
+    dx, *grads = pallas_triton.backward(residuals, dy.reshape(-1, width), dl1.reshape(-1), config)
+    return dx.reshape(dy.shape), *grads
 
 
 _gated_ffn.defvjp(_forward, _backward)

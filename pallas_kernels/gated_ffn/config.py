@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from pallas_kernels import tuning
 
@@ -21,6 +22,15 @@ class FFNConfig:
       tail_up, tail_down: tiles of the two dense matmuls.
       decode_neurons, decode_depth: neurons per program and depth step of the decode kernels.
       decode_splits: programs that share the neurons of one block of columns in decode.
+      choice: "auto" decides between dense and sparse on the device, from `choose_tokens` tokens on
+        (a choice costs some 17 us, under it the sparse path runs); "sparse", "dense".
+      choose_tokens: see `choice`.
+      residuals: what the backward pass keeps: "compact" (x and lists), or "full" (both projections
+        too, so that a call that turned out dense need not compute them again).
+      grad_group, grad_warps: entries per step and warps of the hidden gradients' kernel.
+      grad_unroll: entries per step of dx.
+      grad_segment, grad_unroll_weights: entries per program and per step of the weight gradients.
+      grad_rows: long rows per step of the dense backward.
     """
 
     decode_tokens: int = 64
@@ -34,6 +44,15 @@ class FFNConfig:
     decode_neurons: int = 16
     decode_depth: int = 256
     decode_splits: int = 16
+    choice: Literal["auto", "sparse", "dense"] = "auto"
+    choose_tokens: int = 2048
+    residuals: Literal["compact", "full"] = "compact"
+    grad_group: int = 4
+    grad_warps: int = 4
+    grad_unroll: int = 2
+    grad_segment: int = 512
+    grad_unroll_weights: int = 4
+    grad_rows: int = 512
 
 
 def default(width: int, features: int, itemsize: int) -> FFNConfig:
@@ -46,4 +65,9 @@ def default(width: int, features: int, itemsize: int) -> FFNConfig:
     """
     walk_warps = min(16, max(1, 1 << max(0, (width - 1) // 768).bit_length()))
     tile = tuning.matmul_tile(itemsize)
-    return FFNConfig(walk_warps=walk_warps, tail_up=tile, tail_down=tile)
+    return FFNConfig(
+        walk_warps=walk_warps,
+        grad_warps=min(16, max(1, 1 << max(0, (width - 1) // 512).bit_length())),
+        tail_up=tile,
+        tail_down=tile,
+    )

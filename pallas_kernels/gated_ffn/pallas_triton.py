@@ -1,31 +1,41 @@
 """The `"triton"` engine of `gated_ffn`: exact for any pattern, its cost follows the active neurons.
 
     up to 64 tokens   decode kernels (pallas_triton_decode.py)
-    more              XLA's gate matmul -> lists of active neurons -> row walk -> dense tail
+    more              XLA's gate matmul, then
+                        sparse: lists of active neurons -> row walk -> dense tail
+                        dense:  XLA's up and down matmuls
 
 The gate projection stays XLA's: it runs at 780 TFLOP/s on an H200, its dense output costs one pass
 of reading (0.045 ms of bandwidth at 16,384 x 5,632), and every sparse epilogue that Triton allows
-costs more than that pass. Which rows are walked and which go to the tail is decided on the device
-from a sample of this call's pre-activations, so that nobody sets a knob; both paths are exact, the
-sample only moves time. Nothing waits for the host.
-
-The backward pass is the dense engine's, from recomputed pre-activations.
+costs more than that pass. Which of the two follows is decided on the device from a sample of this
+call's pre-activations (pallas_triton_plan.py), and so is which rows are too long to walk. All ways
+are exact; the sample only moves time. The one choice that the host waits for is `lax.cond`, some
+17 us; short calls do without it and send all rows to the tail instead.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels import _triton as tl
 from pallas_kernels import dispatch
 from pallas_kernels.gated_ffn import config as configs
-from pallas_kernels.gated_ffn import pallas_triton_decode, pallas_triton_tail, pallas_triton_walk
+from pallas_kernels.gated_ffn import (
+    pallas_triton_decode,
+    pallas_triton_plan,
+    pallas_triton_tail,
+    pallas_triton_walk,
+    reference,
+)
 from pallas_kernels.gated_ffn.config import FFNConfig
 from pallas_kernels.gated_ffn.output import FFNOutput
+from pallas_kernels.gated_ffn.pallas_triton_backward import Lists, Residuals, backward
+
+__all__ = ["after_gate", "backward", "forward", "unsupported"]
 
 _DTYPES = ("bfloat16", "float32")
-_SAMPLE = 256  # rows
 
 
 def unsupported(x: Array, up: Array, activation: str) -> str | None:
@@ -55,73 +65,93 @@ def forward(
     *,
     count_neurons: bool,
     config: FFNConfig | None,
-) -> FFNOutput:
-    """h = relu(x gate^T + b) * (x up^T), y = h down, for x (..., D); see `gated_ffn`."""
+    training: bool = False,
+) -> tuple[FFNOutput, Residuals | None]:
+    """h = relu(x gate^T + b) * (x up^T), y = h down, for x (..., D); see `gated_ffn`.
+
+    With `training`, also what `backward` needs.
+    """
     lead, (features, width) = x.shape[:-1], up.shape
     rows = x.reshape(-1, width)
-    if config is None:
-        config = configs.default(width, features, x.dtype.itemsize)
+    config = config or configs.default(width, features, x.dtype.itemsize)
+    saved = Residuals(rows, gate, up, down, gate_bias, None, None, None)
     if rows.shape[0] <= config.decode_tokens and not count_neurons:
         y, l1, nnz = pallas_triton_decode.decode(rows, gate, up, down, gate_bias, config)
-        fired = None
+        fired, sparse = None, jnp.int32(1)
     else:
         pre = jnp.einsum("md,fd->mf", rows, up if gate is None else gate)
         if gate_bias is not None:
             pre = pre + gate_bias
-        y, l1, nnz = after_gate(rows, pre, up, down, gated=gate is not None, config=config)
+        y, l1, nnz, lists, up_out = _after_gate(
+            rows, pre, up, down, gated=gate is not None, config=config, training=training
+        )
+        sparse = lists.sparse
+        if training:
+            saved = saved._replace(lists=lists)
+            if config.residuals == "full":
+                saved = saved._replace(pre=pre, up_out=up_out)
         fired = jnp.sum(tl.is_active(pre), axis=0, dtype=jnp.int32) if count_neurons else None
-    return FFNOutput(y.reshape(x.shape), l1.reshape(lead), nnz.reshape(lead), fired)
+    output = FFNOutput(y.reshape(x.shape), l1.reshape(lead), nnz.reshape(lead), fired, sparse)
+    return output, saved if training else None
 
 
 def after_gate(
     x: Array, pre: Array, up: Array, down: Array, *, gated: bool, config: FFNConfig
-) -> list[Array]:
+) -> tuple[Array, Array, Array]:
     """y (M, D), l1 (M,), nnz (M,) from x (M, D) and its pre-activations (M, F)."""
-    limit = walk_limit(pre, x.shape[1], config)
-    nnz, columns, values, count, rows = pallas_triton_walk.lists(
-        limit, pre, width=config.list_width, chunk=config.list_chunk, warps=config.list_warps
-    )
-    y, l1 = pallas_triton_walk.walk(
-        limit, nnz, columns, values, x, up, down, gated=gated, warps=config.walk_warps
-    )
-    return pallas_triton_tail.tail(
-        count,
-        rows,
-        x,
-        pre,
-        up,
-        down,
-        y,
-        l1,
-        nnz,
-        gated=gated,
-        up_tile=config.tail_up,
-        down_tile=config.tail_down,
-        programs=tl.device_programs(),
-    )
+    return _after_gate(x, pre, up, down, gated=gated, config=config, training=False)[:3]
 
 
-def walk_limit(pre: Array, width: int, config: FFNConfig) -> Array:
-    """(1,) int32: rows with more active neurons than this go to the tail; -1 for all rows.
+def _after_gate(x, pre, up, down, *, gated: bool, config: FFNConfig, training: bool):
+    """(y, l1, nnz, Lists, x up^T or None); the last two hold what `training` asks for."""
+    (tokens, width), features = x.shape, up.shape[0]
+    full = training and config.residuals == "full" and gated
+    sample = pallas_triton_plan.sample_nnz(pre)
+    chooses = config.choice == "auto" and tokens >= config.choose_tokens
+    limit = pallas_triton_plan.walk_limit(
+        sample, tokens, width, features, config, all_rows=config.choice == "auto" and not chooses
+    )
 
-    Costs, from the H200 measurements in notes_ffn.md, in units of one walked entry (0.88 ns at
-    D = 2048 with the chip full): a tail row costs F / 77 of them; a tail that is not empty takes
-    0.65 us per 64 of its two depths D and F before its size matters; listing and starting a walked
-    row costs 0.11 of a tail row. Only time depends on these numbers.
-    """
-    tokens, features = pre.shape
-    if config.walk_limit is not None:
-        return jnp.full((1,), min(config.walk_limit, config.list_width), jnp.int32)
-    stride = max(1, tokens // _SAMPLE) | 1  # odd: sequences start at even rows, with long lists
-    sample = pre[min(7, tokens - 1) % stride :: stride]
-    nnz = jnp.sum(tl.is_active(sample), axis=1, dtype=jnp.int32)
-    even = max(1, features // 77)
-    scale = tokens / sample.shape[0]
-    entry_ns = 0.88 * width / 2048
-    tail_entries = 650 * (width + features) / 64 / entry_ns
-    saved = jnp.sum(jnp.maximum(nnz - even, 0))
-    spared = jnp.sum(jnp.maximum(even - nnz, 0))
-    low = min(even, config.list_width)
-    limit = jnp.where(saved > int(tail_entries / scale), jnp.int32(low), config.list_width)
-    all_rows = spared < int(0.11 * even * sample.shape[0])
-    return jnp.where(all_rows, jnp.int32(-1), limit).reshape(1)
+    def sparse(x, pre, up, down):
+        nnz, columns, values, count, rows = pallas_triton_walk.lists(
+            limit, pre, width=config.list_width, chunk=config.list_chunk, warps=config.list_warps
+        )
+        y, l1, *ups = pallas_triton_walk.walk(
+            *(limit, nnz, columns, values, x, up, down),
+            gated=gated,
+            warps=config.walk_warps,
+            save_up=training,
+        )
+        y, l1, nnz = pallas_triton_tail.tail(
+            *(count, rows, x, pre, up, down, y, l1, nnz),
+            gated=gated,
+            up_tile=config.tail_up,
+            down_tile=config.tail_down,
+            programs=tl.device_programs(),
+        )
+        lists = (columns, values, *ups) if training else ()
+        up_out = tl.unwritten(pre.shape, x.dtype) if full else ()
+        return y, l1, nnz, lists, up_out
+
+    def dense(x, pre, up, down):
+        up_out = jnp.einsum("md,fd->mf", x, up) if gated else None
+        output = reference.after_gate(x, pre, up_out, down, activation="relu", count_neurons=False)
+        lists = ()
+        if training:
+            shape = (tokens, pallas_triton_walk.list_slots(features, config))
+            dtypes = [jnp.int32, pre.dtype, *([x.dtype] if gated else [])]
+            lists = tuple(tl.unwritten(shape, dtype) for dtype in dtypes)
+        return output.y, output.l1, output.nnz, lists, up_out if full else ()
+
+    if chooses:
+        took = pallas_triton_plan.sparse_pays(sample, tokens, width, features, training=training)
+        y, l1, nnz, lists, up_out = lax.cond(took, sparse, dense, x, pre, up, down)
+        took = took.astype(jnp.int32)
+    elif config.choice == "dense":
+        y, l1, nnz, lists, up_out = dense(x, pre, up, down)
+        took = jnp.int32(0)
+    else:
+        y, l1, nnz, lists, up_out = sparse(x, pre, up, down)
+        took = (limit[0] >= 0).astype(jnp.int32)
+    columns, values, ups = lists if len(lists) == 3 else (*lists, *[None] * (3 - len(lists)))
+    return y, l1, nnz, Lists(took, limit, nnz, columns, values, ups), up_out if full else None

@@ -27,6 +27,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _triton as tl
+from pallas_kernels.gated_ffn.config import FFNConfig
 
 
 def _column_parts(features: int, chunk: int) -> list[tuple[int, int, bool]]:
@@ -94,6 +95,15 @@ def _lists_kernel(
         count_ref[0] = jnp.where(limit < 0, pre_ref.shape[0], limit)
 
 
+def _list_chunk(features: int, chunk: int) -> int:
+    return min(chunk, max(32, pl.next_power_of_2(features)))
+
+
+def list_slots(features: int, config: FFNConfig) -> int:
+    """Slots of one row in what `lists` returns: the entries kept, and spare ones."""
+    return config.list_width + _list_chunk(features, config.list_chunk) // 32
+
+
 def lists(limit: Array, pre: Array, *, width: int, chunk: int, warps: int) -> list[Array]:
     """Active columns per row, and the rows that are too long to walk.
 
@@ -110,7 +120,7 @@ def lists(limit: Array, pre: Array, *, width: int, chunk: int, warps: int) -> li
       rows and their numbers (M,); unspecified beyond what they count.
     """
     tokens, features = pre.shape
-    chunk = min(chunk, max(32, pl.next_power_of_2(features)))
+    chunk = _list_chunk(features, chunk)
     return tl.pallas_call(
         functools.partial(_lists_kernel, parts=_column_parts(features, chunk), width=width),
         name="gated_ffn_lists",
@@ -129,7 +139,7 @@ def lists(limit: Array, pre: Array, *, width: int, chunk: int, warps: int) -> li
 
 
 def _walk_kernel(
-    limit_ref, nnz_ref, column_ref, value_ref, x_ref, up_ref, down_ref, y_ref, l1_ref, *, gated
+    limit_ref, nnz_ref, column_ref, value_ref, x_ref, up_ref, down_ref, y_ref, l1_ref, *saved, gated
 ):
     token = pl.program_id(0)
     parts = tl.split_width(x_ref.shape[1])
@@ -153,7 +163,10 @@ def _walk_kernel(
             following = jnp.where(k + 1 < nnz, following, neuron)
             h = value.astype(jnp.float32)
             if gated:
-                h *= sum(jnp.sum(a * b) for a, b in zip(x, ups, strict=True))
+                u = sum(jnp.sum(a * b) for a, b in zip(x, ups, strict=True))
+                h *= u
+                for ref in saved:  # for the backward pass
+                    ref[token, k] = u.astype(ref.dtype)
             y = [acc + h * b for acc, b in zip(y, downs, strict=True)]
             return following, next_value, l1 + jnp.abs(h), y
 
@@ -165,8 +178,14 @@ def _walk_kernel(
             tl.store(y_ref.at[token, pl.ds(o, s)], value, eviction_policy="evict_first")
 
 
-def walk(limit, nnz, columns, values, x, up, down, *, gated: bool, warps: int) -> list[Array]:
-    """y (M, D) and l1 (M,) of the rows that are not deferred; the others stay unwritten."""
+def walk(
+    limit, nnz, columns, values, x, up, down, *, gated: bool, warps: int, save_up: bool = False
+) -> list[Array]:
+    """y (M, D) and l1 (M,) of the rows that are not deferred; the others stay unwritten.
+
+    With `save_up` also x . up row of every entry, shaped like `columns`, in x's dtype.
+    """
+    saved = [jax.ShapeDtypeStruct(columns.shape, x.dtype)] if save_up and gated else []
     return tl.pallas_call(
         functools.partial(_walk_kernel, gated=gated),
         name="gated_ffn_walk",
@@ -174,6 +193,7 @@ def walk(limit, nnz, columns, values, x, up, down, *, gated: bool, warps: int) -
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct(x.shape[:1], jnp.float32),
+            *saved,
         ],
         num_warps=warps,
         num_stages=1,

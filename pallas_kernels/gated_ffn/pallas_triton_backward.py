@@ -1,0 +1,193 @@
+"""Backward pass of the `"triton"` engine: sparse where the forward pass was, exact always.
+
+    lists by token (residuals) -> lists by neuron -> hidden gradients -> dx -> weight gradients
+
+Of the six backward matmuls none stays dense. What does not fit takes another way in the same call,
+chosen on the device by one number: 0, the dense engine's backward (the forward pass was dense, or
+there are more entries than the lists have room for); 1, the kernels alone; 2, the kernels and, for
+rows too long to walk, the dense engine over gathered blocks of rows, whose sums the kernels add
+before they round.
+
+Residuals are x and the lists: (width + spare) (4 + 2 + 2) bytes per token in bf16, 2,304 at the
+default width of 256, where the dense engine keeps 4 F (22,528 at F = 5632). The dense way then
+projects gate and up again. `residuals="full"` keeps both projections too: the dense way at dense
+speed, for calls that run inside a rematerialised block or have memory to spare.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.gated_ffn import pallas_triton_neurons as neurons
+from pallas_kernels.gated_ffn import pallas_triton_row_grads as row_grads
+from pallas_kernels.gated_ffn import pallas_triton_weight_grads as weight_grads
+from pallas_kernels.gated_ffn import reference
+from pallas_kernels.gated_ffn.config import FFNConfig
+
+
+class Lists(NamedTuple):
+    """Lists by token as the forward pass leaves them.
+
+    Attributes:
+      sparse: () int32, whether they were made.
+      limit: (1,) int32; rows with more active neurons were not walked.
+      nnz: (M,) int32.
+      columns, values: (M, width + spare), active columns and their pre-activations.
+      ups: the same, x . up row of each; None in the non-gated form.
+    """
+
+    sparse: Array
+    limit: Array
+    nnz: Array
+    columns: Array
+    values: Array
+    ups: Array | None
+
+
+class Residuals(NamedTuple):
+    """x (M, D) and weights; the lists, or None where there are none; both projections, or None."""
+
+    x: Array
+    gate: Array | None
+    up: Array
+    down: Array
+    gate_bias: Array | None
+    lists: Lists | None
+    pre: Array | None
+    up_out: Array | None
+
+
+def _dense(saved: Residuals, dy: Array, dl1: Array):
+    x, gate, up, down, gate_bias, _, pre, up_out = saved
+    if pre is None:
+        pre, up_out = reference.pre_activations(x, gate, up, gate_bias)
+    full = reference.Residuals(x, gate, up, down, gate_bias, pre, up_out)
+    return reference.backward(full, dy, dl1, activation="relu")
+
+
+def _long_rows(saved: Residuals, dy: Array, dl1: Array, is_long: Array, dx: Array, block: int):
+    """The dense backward over the long rows, `block` at a time; sums in float32.
+
+    Returns dx with their rows written, and the gradients of gate, up, down and gate_bias.
+    """
+    x, gate, up, down, gate_bias, *_ = saved
+    tokens = x.shape[0]
+    [rows] = jnp.nonzero(is_long, size=tokens, fill_value=tokens)
+    rows = jnp.concatenate([rows.astype(jnp.int32), jnp.full((block,), tokens, jnp.int32)])
+
+    def step(i, carry):
+        dx, sums = carry
+        at = lax.dynamic_slice(rows, (i * block,), (block,))
+        # Rows past the end read zeros, which add nothing, and are not written.
+        part, dy_part, dl1_part = (a.at[at].get(mode="fill", fill_value=0) for a in (x, dy, dl1))
+        pre, up_out = reference.pre_activations(part, gate, up, gate_bias)
+        full = reference.Residuals(part, gate, up, down, gate_bias, pre, up_out)
+        dx_part, *grads = reference.backward(
+            full, dy_part, dl1_part, activation="relu", weight_dtype=jnp.float32
+        )
+        sums = jax.tree.map(jnp.add, sums, tuple(grads))
+        return dx.at[at].set(dx_part, mode="drop"), sums
+
+    zeros = tuple(
+        None if w is None else jnp.zeros(w.shape, jnp.float32) for w in (gate, up, down, gate_bias)
+    )
+    count = jnp.sum(is_long, dtype=jnp.int32)
+    return lax.fori_loop(0, (count + block - 1) // block, step, (dx, zeros))
+
+
+def _sparse(saved: Residuals, dy: Array, dl1: Array, config: FFNConfig, capacity: int, tail: bool):
+    x, gate, up, down, gate_bias, lists, *_ = saved
+    assert lists is not None
+    features = up.shape[0]
+    limit, nnz = lists.limit, lists.nnz
+    places = neurons.by_neuron(
+        limit, nnz, lists.columns, features, segment=config.grad_segment, capacity=capacity
+    )
+    entries, row_dpre, row_dup = row_grads.hidden(
+        limit,
+        nnz,
+        lists.columns,
+        lists.values,
+        lists.ups,
+        dy,
+        dl1,
+        down,
+        places,
+        capacity=capacity,
+        group=config.grad_group,
+        warps=config.grad_warps,
+    )
+    factors = [(up, row_dpre)] if gate is None else [(gate, row_dpre), (up, row_dup)]
+    dx = row_grads.dx(
+        limit,
+        nnz,
+        lists.columns,
+        factors,
+        x.shape[1],
+        unroll=config.grad_unroll,
+        warps=config.grad_warps,
+    )
+    base_bias, bases = None, None
+    if tail:
+        dx, (dgate, dup, ddown, base_bias) = _long_rows(
+            saved, dy, dl1, nnz > limit, dx, min(config.grad_rows, x.shape[0])
+        )
+        bases = [g for g in (ddown, dgate, dup) if g is not None]
+    grads = weight_grads.weights(
+        x,
+        dy,
+        places,
+        entries,
+        bases,
+        segment=config.grad_segment,
+        unroll=config.grad_unroll_weights,
+    )
+    ddown, dgate, dup = grads if gate is not None else (grads[0], None, grads[1])
+    dbias = None
+    if gate_bias is not None:
+        dbias = weight_grads.bias(places, entries)
+        dbias = dbias if base_bias is None else dbias + base_bias
+        dbias = dbias.astype(gate_bias.dtype)
+    return dx, dgate, dup, ddown, dbias
+
+
+def backward(saved: Residuals, dy: Array, dl1: Array, config: FFNConfig):
+    """Gradients of (y (M, D), l1 (M,)) for x, gate, up, down and gate_bias; None for absent ones.
+
+    Args:
+      saved: residuals of the forward pass.
+      dy: (M, D).
+      dl1: (M,) float32.
+      config: launch configuration.
+    """
+    lists = saved.lists
+    if lists is None:
+        return _dense(saved, dy, dl1)
+    tokens, features = saved.x.shape[0], saved.up.shape[0]
+    # Beyond about F / 64 entries per token the dense way is the faster one.
+    per_token = min(config.list_width, max(32, features // 56))
+    capacity = tokens * per_token
+    walked = lists.nnz <= lists.limit
+    # Counted in float32: tokens times F may not fit an int32; 1 in 2^24 does not matter here.
+    count = jnp.sum(jnp.where(walked, lists.nnz, 0).astype(jnp.float32))
+    long_rows = tokens - jnp.sum(walked, dtype=jnp.int32)
+    fits = (lists.sparse > 0) & (count < 0.999 * capacity) & (long_rows <= tokens // 4)
+    tail = jnp.minimum(long_rows, 1)
+    way = fits.astype(jnp.int32) * (1 + tail)
+    # Residuals that a way does not read must not keep its operands alive: drop them per way.
+    lean = saved._replace(pre=None, up_out=None)
+    return lax.switch(
+        way,
+        [
+            lambda dy, dl1: _dense(saved, dy, dl1),
+            lambda dy, dl1: _sparse(lean, dy, dl1, config, capacity, tail=False),
+            lambda dy, dl1: _sparse(lean, dy, dl1, config, capacity, tail=True),
+        ],
+        dy,
+        dl1,
+    )
+
