@@ -9,19 +9,17 @@ tokens at 8k, 5B at 16k, 5B at 32k, 0.8B at 128k).
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from sparsejax.config import ModelConfig, RopeConfig
-from sparsejax.distill.config import DistillConfig
-from sparsejax.distill.objective import DistillLoss
-from sparsejax.training.config import TrainConfig
+from sparsejax.distill.config import MaybeTaught
 from sparsejax.training.initial import initial_config
 from sparsejax.training.optimizer import OptimizerConfig
 from sparsejax.training.run import say
 from sparsejax.training.stages import train_stage
+from sparsejax.types import Params
 
 _flat = tyro.conf.arg(name="")
 
@@ -114,46 +112,35 @@ def staged_model(model: ModelConfig, stage: Stage) -> ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Extended:
-    """A run whose model has another rotary embedding and context than the folder it begins with."""
+class StageConfig(MaybeTaught):
+    """The run of one stage.
+
+    Attributes:
+      rope: the rotary embedding, instead of that of the model in init_from.
+      context_length: likewise.
+    """
 
     rope: RopeConfig | None = None
     context_length: int | None = None
 
-    def model_from_init(self, found: ModelConfig) -> ModelConfig:
-        """The model of `init_from`, with the stage's changes."""
+    def change_init(self, config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
+        """The model of init_from with the stage's changes."""
         assert self.rope is not None and self.context_length is not None
-        return found.replace(rope=self.rope, context_length=self.context_length)
+        return config.replace(rope=self.rope, context_length=self.context_length), params
 
 
 @dataclasses.dataclass(frozen=True)
-class ExtendedTraining(_Extended, TrainConfig):
-    """A stage without a teacher."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ExtendedDistillation(_Extended, DistillConfig):
-    """A stage with one."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ExtendConfig(TrainConfig):
+class ExtendConfig(MaybeTaught):
     """Stages of longer and longer sequences; the other settings hold for all of them.
 
     Attributes:
       stage: a stage as seq_len=16384,steps=500,theta=1e6; may be given several times, in order.
         Fields: seq_len, steps, batch_size, learning_rate, theta, scaling (none, linear, llama3) and
         factor.
-      teacher: folder of a model to learn from, which takes sequences as long; None trains on text.
-      teacher_dtype: what the teacher is kept and computed in; None takes the student's dtype.
-      distill: terms of the loss with a teacher.
       optimizer: AdamW and its schedule, of each stage anew.
     """
 
     stage: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    teacher: Path | None = None
-    teacher_dtype: Literal["float32", "bfloat16"] | None = None
-    distill: Annotated[DistillLoss, _flat] = DistillLoss()
     optimizer: Annotated[OptimizerConfig, _flat] = OptimizerConfig(learning_rate=1e-5)
 
     def __post_init__(self):
@@ -168,7 +155,7 @@ class ExtendConfig(TrainConfig):
                 "resume is not needed: the same command goes on by itself"
             )  # fmt: skip
 
-    def runs(self) -> list[ExtendedTraining | ExtendedDistillation]:
+    def runs(self) -> list[StageConfig]:
         """The run of each stage, in its folder under workdir.
 
         Raises:
@@ -176,11 +163,11 @@ class ExtendConfig(TrainConfig):
         """
         assert self.init_from is not None and self.workdir is not None
         found = initial_config(self.init_from)
-        runs: list[ExtendedTraining | ExtendedDistillation] = []
+        runs: list[StageConfig] = []
         start = self.init_from
         for k, stage in enumerate(Stage.parse(text) for text in self.stage):
             model = staged_model(found, stage)
-            base = {f.name: getattr(self, f.name) for f in dataclasses.fields(TrainConfig)}
+            base = {f.name: getattr(self, f.name) for f in dataclasses.fields(MaybeTaught)}
             base |= {
                 "init_from": start,
                 "workdir": self.workdir / f"stage_{k}_{stage.seq_len}",
@@ -194,13 +181,7 @@ class ExtendConfig(TrainConfig):
                 base["optimizer"] = dataclasses.replace(
                     self.optimizer, learning_rate=stage.learning_rate
                 )
-            if self.teacher is None:
-                runs.append(ExtendedTraining(**base))
-            else:
-                with_teacher = {
-                    n: getattr(self, n) for n in ("teacher", "teacher_dtype", "distill")
-                }
-                runs.append(ExtendedDistillation(**base, **with_teacher))
+            runs.append(StageConfig(**base))
             start = base["workdir"]
         return runs
 
@@ -219,6 +200,5 @@ def extend_context(config: ExtendConfig) -> list[dict[str, Any]]:
             f"stage {k + 1} of {len(runs)}: {run.steps} updates of {run.batch_size} x {run.seq_len}"
             f" tokens, rope {run.rope}"
         )
-        objective = run.objective if isinstance(run, ExtendedDistillation) else None
-        summaries.append(train_stage(run, objective))
+        summaries.append(train_stage(run, run.objective))
     return summaries

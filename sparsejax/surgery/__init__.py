@@ -10,6 +10,7 @@
 | `prune_ffn` | fewer neurons (a report as third value) | approximation |
 | `drop_dead_neurons` | fewer neurons (a report) | equal on the tokens it was shown |
 | `reduce_kv_heads` | fewer key/value heads | approximation |
+| `relufy` | ReLU for other activations (a report) | approximation |
 
 They never change their arguments; leaves that stay are shared between the trees. Arrays, arrays on
 a mesh, tracers (under `jax.jit`) and `jax.ShapeDtypeStruct`s are all taken, so a change can be
@@ -33,11 +34,14 @@ from sparsejax.surgery.prune import (
     prune_ffn,
     remove_ffn,
 )
+from sparsejax.surgery.relufy import RelufiedLayer, ReluReport, relufy
 
 __all__ = [
     "FusionReport",
     "PruneReport",
     "PrunedLayer",
+    "ReluReport",
+    "RelufiedLayer",
     "channel_contribution",
     "drop_dead_neurons",
     "fuse_ffns",
@@ -46,6 +50,7 @@ __all__ = [
     "plan_fusion",
     "prune_ffn",
     "reduce_kv_heads",
+    "relufy",
     "remove_attention",
     "remove_ffn",
     "split_ffn",

@@ -12,10 +12,12 @@ import tyro
 from sparsejax import presets
 from sparsejax.config import ModelConfig, config_differences
 from sparsejax.model import Options
+from sparsejax.params import param_shapes
 from sparsejax.sharding import MeshConfig
 from sparsejax.training import initial
 from sparsejax.training.optimizer import OptimizerConfig
 from sparsejax.training.step import LossConfig
+from sparsejax.types import Params
 
 # Fields of these groups become flags without a prefix: --learning-rate, --l1-coeff.
 _flat = tyro.conf.arg(name="")
@@ -124,7 +126,8 @@ class TrainConfig:
         saved = initial.saved_config(self.workdir) if self.resume and self.workdir else None
         if saved is not None:  # a run that goes on does not need the folder it began with
             return saved
-        model = self.model_from_init(initial.initial_config(folder))
+        found = initial.initial_config(folder)
+        model, _ = self.change_init(found, param_shapes(found))
         if self.preset is not None:
             # Neither dtypes nor what random weights would be belong to the weights.
             ours = model.replace(init_std=1.0).to_dict()
@@ -138,9 +141,12 @@ class TrainConfig:
                 )
         return model
 
-    def model_from_init(self, found: ModelConfig) -> ModelConfig:
-        """What is trained, given the model of init_from: that very model."""
-        return found
+    def change_init(self, config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
+        """What is trained, given what lies in init_from (or its shapes): that very model.
+
+        Experiments override this with surgery.
+        """
+        return config, params
 
     def resolved(self) -> TrainConfig:
         """This config with every default that depends on another setting filled in."""

@@ -39,7 +39,7 @@ class NonFiniteLossError(RuntimeError):
 
 
 def train(
-    config: TrainConfig, make_objective: Callable[[Run], Objective] | None = None
+    config: TrainConfig, make_objective: Callable[[Run], Objective | None] | None = None
 ) -> dict[str, Any]:
     """Trains as `config` says; returns what summary.json holds.
 
@@ -49,7 +49,7 @@ def train(
     Args:
       config: the settings.
       make_objective: what is minimised besides the sparsity term, for a run whose settings fit each
-        other; None for the cross-entropy of the next token.
+        other; None, or a result of None, for the cross-entropy of the next token.
 
     Raises:
       ValueError: settings that do not fit each other, the data, the devices, the folder or the

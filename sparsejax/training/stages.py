@@ -59,7 +59,7 @@ def run_stage(
 
 
 def train_stage(
-    config: TrainConfig, make_objective: Callable[[Run], Objective] | None = None
+    config: TrainConfig, make_objective: Callable[[Run], Objective | None] | None = None
 ) -> dict[str, Any]:
     """`train(config)` from wherever the folder's run stands; its summary.
 
