@@ -90,9 +90,9 @@ def calibrate_gate_bias(
     """Parameters whose ReLU layers have `nnz[l]` active neurons per token, a mean over `tokens`.
 
     Layers are set one after the other, each on the input that the layers before it, already set,
-    give it. Quantiles are taken over up to 4,096 tokens, in the model's compute dtype; of two
-    neighbouring thresholds between which rounding leaves no third, neurons draw one so that the
-    mean is met.
+    give it. Quantiles are taken over up to 4,096 tokens, in the model's compute dtype; where a
+    neuron cannot fire on just the tokens it should (fractions, equal values), it draws a threshold
+    from two so that the mean is met.
 
     Args:
       config: the model; all its ReLU layers have a gate bias (`with_gate_bias`).
@@ -153,7 +153,7 @@ def firing_rates(features: int, nnz: float, pattern: str, seed: int = 0) -> np.n
 def _bias(
     core: ModelConfig, norm: Params, rows: Array, x: Array, rates: Array, key: Array
 ) -> Array:
-    """(F,) float32: minus a threshold per neuron, which is one of its own pre-activations."""
+    """(F,) float32: minus a threshold per neuron, a quantile of its own pre-activations."""
     module: Any = RMSNorm(core)
     normed = module.apply({"params": norm}, x).reshape(-1, x.shape[-1])
     stride = max(1, normed.shape[0] // _SAMPLE) | 1  # odd: every position of a sequence is seen
@@ -163,17 +163,28 @@ def _bias(
     wanted = rates * pre.shape[0]
     # Ascending: with the threshold at place M - 1 - k at most k values lie above it.
     place = jnp.clip(pre.shape[0] - 1 - jnp.floor(wanted).astype(jnp.int32), 0)
-    high = jnp.take_along_axis(jnp.sort(pre, axis=0), place[None], axis=0)
-    low = jnp.max(jnp.where(pre < high, pre, -jnp.inf), axis=0)
+    value = jnp.take_along_axis(jnp.sort(pre, axis=0), place[None], axis=0)
+    below = jnp.max(jnp.where(pre < value, pre, -jnp.inf), axis=0)
+    above = jnp.min(jnp.where(pre > value, pre, jnp.inf), axis=0)
+    value = value[0]
     # Always and never have no value on the other side: well under the least, well over the most.
-    low = jnp.where(jnp.isfinite(low), low, high[0] - jnp.abs(high[0]) - 1)
-    above, at_least = (
-        jnp.sum(mask, axis=0, dtype=jnp.float32) for mask in (pre > high, pre >= high)
+    far = 2 * jnp.abs(value) + 2
+    below = jnp.where(jnp.isfinite(below), below, value - far)
+    above = jnp.where(jnp.isfinite(above), above, value + far)
+    more, fewer = (jnp.sum(m, axis=0, dtype=jnp.float32) for m in (pre >= value, pre > value))
+    drawn = jax.random.uniform(key, value.shape) < (wanted - fewer) / (more - fewer)
+    return -_between(
+        jnp.where(drawn, below, value), jnp.where(drawn, value, above), jnp.dtype(core.dtype)
     )
-    chance = (wanted - above) / (at_least - above)
-    drawn = jax.random.uniform(key, chance.shape) < chance
-    silent = high[0] + jnp.abs(high[0]) + 1
-    return -jnp.where(wanted == 0, silent, jnp.where(drawn, low, high[0]))
+
+
+def _between(low: Array, high: Array, dtype: Any) -> Array:
+    """A threshold that `dtype` holds and that high, but not low, exceeds; the middle if it can be.
+
+    In the middle, another order of summation, which moves low or high a little, changes no count.
+    """
+    middle = ((low + high) / 2).astype(dtype).astype(jnp.float32)
+    return jnp.where((middle >= low) & (middle < high), middle, low)
 
 
 def _check(config: ModelConfig, nnz: Sequence[float], pattern: str) -> None:

@@ -72,10 +72,8 @@ class PowerMeter:
             return "the package nvidia-ml-py is not installed"
         nvml.nvmlInit()
         name = _nvml_name(jax.local_devices()[0].local_hardware_id) if device is None else device
-        by_index = not isinstance(name, str)
-        handle = (nvml.nvmlDeviceGetHandleByIndex if by_index else nvml.nvmlDeviceGetHandleByUUID)(
-            name
-        )
+        by = "UUID" if isinstance(name, str) else "Index"
+        handle = getattr(nvml, f"nvmlDeviceGetHandleBy{by}")(name)
         instant = getattr(nvml, "NVML_FI_DEV_POWER_INSTANT", None)
 
         def read() -> float:

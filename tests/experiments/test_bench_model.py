@@ -1,0 +1,71 @@
+"""`experiments/bench_model.py` at tiny shapes, in this process."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "bench_model.py"
+VARIANTS = ["dense_silu", "dense_relu", "sparse_relu"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("bench_model", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_model"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["bench_model"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "least"), [("train", 64, 7.5), ("prefill", 64, 7.5), ("decode", 6, 1)]
+)
+def test_three_variants_side_by_side(script, tmp_path, mode, tokens, least):
+    out = tmp_path / "rows.jsonl"
+    script.main(["--mode", mode, "--smoke", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["variant"] for row in rows] == VARIANTS
+    silu, relu, sparse = rows
+    for row in rows:
+        assert row["mode"] == mode and row["layers"] == 1
+        assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
+        assert row["tokens_per_s"] == pytest.approx(tokens / row["ms"] * 1e3)
+        assert row["ratio_to_dense_silu"] == pytest.approx(silu["ms"] / row["ms"])
+        assert row["ratio_to_dense_relu"] == pytest.approx(relu["ms"] / row["ms"])
+        sizes = row["compiled_bytes"]
+        assert sizes["peak"] >= sizes["argument"] + sizes["temp"] > 0
+        assert row["joules_per_token"] is None and "no NVIDIA device" in row["energy_reason"]
+        assert row["nnz_asked"] == [8.0]
+    assert silu["nnz_seen"] == [512.0]
+    assert silu["sparse_layers"] == relu["sparse_layers"] == 0
+    assert 0 <= sparse["sparse_layers"] <= 1
+    np.testing.assert_allclose(sparse["nnz_seen"], relu["nnz_seen"], rtol=1e-3)
+    # Activity is set on the first batch of prompts, which prefill and training read.
+    assert all(least <= nnz <= (8.5 if mode != "decode" else 40) for nnz in relu["nnz_seen"])
+
+
+def test_profiles(script):
+    flags = script.Flags(preset="tiny", profile="measured")
+    assert script.profile_of(flags, script.model_of(flags))[0] == pytest.approx(156.3 * 512 / 2816)
+    flat = script.Flags(preset="tiny", layers=3, nnz=700)
+    assert script.profile_of(flat, script.model_of(flat)) == [512.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "tiny-dense"}, "has no ReLU layer"),
+        ({"preset": "tiny", "seq_len": 250, "mode": "decode"}, "come to 282 positions"),
+        ({"preset": "tiny", "seq_len": 257}, "come to 257 positions"),
+    ],
+)
+def test_wrong_flags(script, changes, message):
+    with pytest.raises(ValueError, match=message):
+        script.model_of(script.Flags(**changes))
