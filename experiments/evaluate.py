@@ -94,6 +94,9 @@ def main(args: list[str] | None = None) -> int:
     flags = tyro.cli(Flags, args=args)
     if not (flags.data or flags.tasks or flags.harness):
         raise ValueError("nothing to evaluate: give --data, --tasks or --harness")
+    _refuse(flags, flags.data, "--data", "window", "stride", "mask_documents", "max_tokens")
+    _refuse(flags, flags.tasks, "--tasks", "separator")
+    _refuse(flags, flags.harness, "--harness", "harness_path", "fewshot", "limit")
     if flags.out is not None and (flags.out.suffix != ".json" or flags.out.is_dir()):
         raise ValueError(f"--out must be a .json file, got {flags.out}")
     distributed.initialize()
@@ -148,6 +151,12 @@ def main(args: list[str] | None = None) -> int:
         report.add("harness", tables, json.dumps(tables["results"], indent=1, default=str))
     report.finish()
     return 0
+
+
+def _refuse(flags: Flags, given: object, owner: str, *names: str) -> None:
+    """Flags that would do nothing are errors."""
+    for name in [n for n in names if not given and getattr(flags, n) != getattr(Flags, n)]:
+        raise ValueError(f"--{name.replace('_', '-')} has no meaning without {owner}")
 
 
 class _Report:

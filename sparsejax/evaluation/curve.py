@@ -16,7 +16,7 @@ from sparsejax.evaluation.perplexity import Perplexity
 def write_curve(result: Perplexity, folder: Path, name: str = "loss_by_position") -> list[Path]:
     """Writes {name}.csv (position, tokens, nats_per_token) and {name}.png; returns their paths.
 
-    A token at position p was predicted from p + 1 tokens of its window. Positions where no token was
+    A token at position p was predicted from p + 1 tokens of its window. Positions where none was
     scored are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ def harness_model(model: EvalModel, *, batch_size: int = 8, max_new_tokens: int 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
             """(log p(continuation | context), whether it is the greedy one) per request."""
             arguments = [request.args for request in requests]
-            pairs = [encode_pair(model, context, text) for context, text in arguments]
+            pairs = [encode_pair(model, *texts, as_harness=True) for texts in arguments]
             scores = score_pairs(model, pairs, batch_size=batch_size, progress=not disable_tqdm)
             _warn_of_cuts(sum(score.cut > 0 for score in scores), "contexts")
             answers = [(score.logprob, score.greedy) for score in scores]

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from sparsejax.data import Tokenizer
 from sparsejax.data.sources import check_ids
 from sparsejax.evaluation.models import EvalModel
 from sparsejax.evaluation.programs import token_scores
@@ -45,12 +44,21 @@ class PairScore:
     cut: int
 
 
-def encode_pair(model: EvalModel, context: str, continuation: str) -> Pair:
+def encode_pair(
+    model: EvalModel, context: str, continuation: str, *, as_harness: bool = False
+) -> Pair:
     """Ids of the two texts as they stand in their joined text.
 
     White space at the context's end goes to the continuation, where most tokenizers have it. If the
     two share a token nevertheless, each is encoded by itself. An empty context is `model.prefix`,
     or an end mark.
+
+    Args:
+      model: needs a tokenizer.
+      context: what comes before.
+      continuation: what is scored.
+      as_harness: where a token is shared, score what lm-evaluation-harness does, for numbers that
+        can be compared: the joined text's ids from the context's own length on.
 
     Raises:
       ValueError: the continuation has no token.
@@ -59,19 +67,15 @@ def encode_pair(model: EvalModel, context: str, continuation: str) -> Pair:
     kept = context.rstrip()
     continuation = context[len(kept) :] + continuation
     before = tokenizer.encode(kept) if kept else []
-    ids = _after(tokenizer, kept, before, continuation)
+    whole = tokenizer.encode(kept + continuation)
+    ids = whole[len(before) :]
+    if not ids or (whole[: len(before)] != before and not as_harness):
+        ids = tokenizer.encode(continuation)
     if not ids:
         raise ValueError(
             f"the continuation {continuation!r} has no token; an empty text has no score to compare"
         )
     return Pair([*model.prefix, *before] or [tokenizer.eot_id], ids)
-
-
-def _after(tokenizer: Tokenizer, context: str, before: list[int], continuation: str) -> list[int]:
-    whole = tokenizer.encode(context + continuation)
-    if len(whole) > len(before) and whole[: len(before)] == before:
-        return whole[len(before) :]
-    return tokenizer.encode(continuation)
 
 
 def rolling_pairs(model: EvalModel, text: str, window: int | None = None) -> list[Pair]:

@@ -15,20 +15,16 @@ from sparsejax import convert
 from sparsejax.config import ModelConfig
 from sparsejax.data import (
     ByteTokenizer,
-    DataNotFoundError,
     HFTokenizer,
     Tokenizer,
     TokenSource,
     check_vocab,
-    open_tokenizer,
 )
 from sparsejax.modules import Options
 from sparsejax.sharding import make_mesh
-from sparsejax.training.initial import folder_kind
+from sparsejax.training.initial import folder_kind, run_tokenizer, tokenizer_difference
 from sparsejax.training.load import load_model
 from sparsejax.types import Params
-
-_PROBED_IDS = 512
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,20 +73,12 @@ class EvalModel:
     def check_source(self, source: TokenSource) -> None:
         """Raises a ValueError unless `source` was tokenised as this model's text is."""
         check_vocab(source, self.config.vocab_size)
-        ours, theirs = self.tokenizer, source.tokenizer
-        if ours is None or theirs is None:
-            return
-        size = min(ours.vocab_size, theirs.vocab_size)
-        probed = sorted({i * size // _PROBED_IDS for i in range(_PROBED_IDS)})
-        ends = {ours.eot_id, theirs.eot_id}
-        for i in [i for i in probed if i not in ends]:
-            if ours.decode([i]) != theirs.decode([i]):
-                raise ValueError(
-                    f"corpus {source.label} was tokenised with another tokenizer than the "
-                    f"model's: id {i} is {theirs.decode([i])!r} in the corpus and "
-                    f"{ours.decode([i])!r} to {self.name}; prepare the text with the model's "
-                    "tokenizer.json"
-                )
+        if difference := tokenizer_difference(source.tokenizer, self.tokenizer):
+            raise ValueError(
+                f"corpus {source.label} was tokenised with another tokenizer than that of "
+                f"{self.name} (corpus vs model): {difference}; prepare the text with the model's "
+                "tokenizer.json"
+            )
 
 
 def open_model(
@@ -131,7 +119,7 @@ def open_model(
     if kind == "run":
         loaded = load_model(folder, step=step, mesh=mesh)
         config, params, step = loaded.config, loaded.params, loaded.step
-        found = None if tokenizer else _run_tokenizer(loaded.data)
+        found = None if tokenizer else run_tokenizer(loaded.data)
         if context_length is not None and context_length > config.context_length:
             raise ValueError(
                 f"context_length must be at most the model's {config.context_length}, "
@@ -160,13 +148,6 @@ def open_model(
     if bos and not prefix:
         raise ValueError("bos was asked for, but the tokenizer puts nothing in front of a text")
     return EvalModel(str(folder), config, params, mesh, found, prefix, step, options)
-
-
-def _run_tokenizer(data: str) -> Tokenizer | None:
-    try:
-        return open_tokenizer(data)
-    except DataNotFoundError:
-        return None
 
 
 def _added_in_front(tokenizer: HFTokenizer) -> tuple[int, ...]:

@@ -12,12 +12,15 @@ from jax.sharding import Mesh
 
 from sparsejax.config import ModelConfig
 from sparsejax.convert.config_json import from_hf, read_json
-from sparsejax.convert.load import load
+from sparsejax.convert.load import load, load_tokenizer
 from sparsejax.convert.safetensors_io import open_folder
+from sparsejax.data import DataNotFoundError, Tokenizer, open_tokenizer
 from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.load import load_model
 from sparsejax.training.workdir import Workdir
 from sparsejax.types import Params
+
+_PROBED_IDS = 512
 
 
 def folder_kind(path: str | os.PathLike) -> Literal["run", "hf"]:
@@ -82,3 +85,34 @@ def initial_params(path: str | os.PathLike, mesh: Mesh) -> Params:
     if folder_kind(path) == "hf":
         return load(path, mesh, "float32")[1]
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), load_model(path, mesh=mesh).params)
+
+
+def initial_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
+    """What the folder's model was trained to read; None where it is not known."""
+    folder = Path(path)
+    if folder_kind(folder) == "hf":
+        return load_tokenizer(folder)
+    with Checkpointer(Workdir(folder).checkpoints) as checkpointer:
+        return run_tokenizer(checkpointer.read_extra()["data"]["name"])
+
+
+def run_tokenizer(data: str) -> Tokenizer | None:
+    """The tokenizer of a run's data; None where that is no longer in its place."""
+    try:
+        return open_tokenizer(data)
+    except DataNotFoundError:
+        return None
+
+
+def tokenizer_difference(ours: Tokenizer | None, theirs: Tokenizer | None) -> str | None:
+    """An id that two tokenizers read differently, in words; None where none is found.
+
+    Some 500 ids spread over the smaller vocabulary are looked at, the end marks left out.
+    """
+    if ours is None or theirs is None:
+        return None
+    size, ends = min(ours.vocab_size, theirs.vocab_size), {ours.eot_id, theirs.eot_id}
+    for i in sorted({n * size // _PROBED_IDS for n in range(_PROBED_IDS)} - ends):
+        if ours.decode([i]) != theirs.decode([i]):
+            return f"id {i} is {ours.decode([i])!r} vs {theirs.decode([i])!r}"
+    return None

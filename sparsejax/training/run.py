@@ -30,7 +30,12 @@ from sparsejax.sharding import check_batch, make_mesh
 from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.config import TrainConfig
 from sparsejax.training.evaluate import process_block
-from sparsejax.training.initial import initial_config, initial_params
+from sparsejax.training.initial import (
+    initial_config,
+    initial_params,
+    initial_tokenizer,
+    tokenizer_difference,
+)
 from sparsejax.training.objective import Objective
 from sparsejax.training.optimizer import make_optimizer, make_schedule
 from sparsejax.training.processes import from_all_processes, from_process_0
@@ -142,6 +147,11 @@ class Run:
         if self.config.init_from is None:
             return sharded_state(self.model, self.optimizer, self.mesh, self.config.seed)
         say(f"reading the weights of {self.config.init_from}")
+        read_by = initial_tokenizer(self.config.init_from)
+        if line := tokenizer_difference(self.source.tokenizer, read_by):
+            say(
+                f"note: the weights are of another tokenizer than the data (data vs weights): {line}"
+            )
         found = initial_config(self.config.init_from)
         params = initial_params(self.config.init_from, self.mesh)
         _, params = self.config.change_init(found, params)

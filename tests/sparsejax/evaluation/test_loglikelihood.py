@@ -113,6 +113,16 @@ def test_pairs_are_the_joined_text(model, bpe, context, continuation):
     assert bpe.decode(pair.context) == context.rstrip()
 
 
+def test_a_shared_token(model, bpe):
+    with_bpe = dataclasses.replace(model, tokenizer=bpe)
+    before, whole = bpe.encode("neu"), bpe.encode("neuron")
+    assert whole[: len(before)] != before
+    assert encode_pair(with_bpe, "neu", "ron") == Pair(before, bpe.encode("ron"))
+    pair = encode_pair(with_bpe, "neu", "ron", as_harness=True)
+    rest = whole[len(before) :] or bpe.encode("ron")
+    assert pair == Pair(before, rest)
+
+
 def test_spaces_go_to_the_continuation(model, bpe):
     with_bpe = dataclasses.replace(model, tokenizer=bpe, prefix=(1,))
     assert bpe.encode("a line of")[-1:] == bpe.encode(" of")

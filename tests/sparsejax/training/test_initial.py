@@ -7,9 +7,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models
 
 import sparsejax
 from sparsejax import MeshConfig, convert
+from sparsejax.data import HFTokenizer
 from sparsejax.params import flatten
 from sparsejax.training.config import TrainConfig
 from sparsejax.training.initial import folder_kind, initial_config
@@ -134,6 +137,19 @@ def test_what_does_not_fit_is_said_before_anything_is_written(
     with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){message}"):
         train(config(run_folder, tmp_path / "new", **changes))
     assert not (tmp_path / "new").exists()
+
+
+def test_weights_of_another_tokenizer_are_noted(micro, params, tmp_path, capsys):
+    vocab = {f"w{i}": i for i in range(256)} | {"</s>": 256}
+    made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    words = HFTokenizer(tmp_path / "tokenizer.json")
+    convert.save(tmp_path / "hf", micro, params, words)
+    convert.save_run(tmp_path / "run", micro, params, words)
+    for kind in ("run", "hf"):
+        start(config(tmp_path / kind, tmp_path / "new"))
+        note = "of another tokenizer than the data (data vs weights): id 0 is '\\x00' vs 'w0'"
+        assert note in capsys.readouterr().err
 
 
 def test_float16_folders_are_trained_in_bfloat16(micro, params, tmp_path):
