@@ -1,0 +1,35 @@
+"""A model of five layers whose third and fourth attention hardly matter."""
+
+import jax
+import pytest
+
+from sparsejax import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, RopeConfig, init_params
+from sparsejax.convert import save_run
+
+
+@pytest.fixture(scope="session")
+def model():
+    """(config, params); layers 1, 2 and 3 have weak attention."""
+    attention = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)
+    config = ModelConfig(
+        vocab_size=272,
+        d_model=16,
+        layers=(LayerConfig(attention=attention, ffn=FFNConfig(d_ff=32)),) * 5,
+        context_length=64,
+        rope=RopeConfig(theta=1e4),
+        init_std=0.2,
+        dtype="float32",
+    )
+    params = init_params(config, jax.random.key(0))
+    for i in (1, 2, 3):
+        attn = params[f"layer_{i}"]["attn"]
+        params[f"layer_{i}"]["attn"] = attn | {"o": 0.01 * attn["o"]}
+    return config, params
+
+
+@pytest.fixture(scope="session")
+def source(model, tmp_path_factory):
+    """Its run folder."""
+    path = tmp_path_factory.mktemp("source") / "run"
+    save_run(path, *model)
+    return path
