@@ -101,13 +101,13 @@ def main(args: list[str] | None = None) -> int:
         raise ValueError(f"--out must be a .json file, got {flags.out}")
     distributed.initialize()
     # What can be wrong with inputs is found before the weights are read.
+    if flags.harness:
+        evaluation.require_harness()
     source = open_source(flags.data, flags.split) if flags.data else None
     questions = {str(file): evaluation.read_questions(file) for file in flags.tasks}
     wanted = flags.mesh.data * flags.mesh.fsdp * flags.mesh.tensor
     devices = jax.devices()
     mesh = make_mesh(flags.mesh, devices[:wanted] if 0 < wanted <= len(devices) else devices)
-    if flags.batch_size < 1:
-        raise ValueError(f"--batch-size must be at least 1, got {flags.batch_size}")
     check_batch(mesh, flags.batch_size)
     model = evaluation.open_model(
         flags.model,

@@ -6,7 +6,7 @@
 """
 
 from sparsejax.evaluation.curve import write_curve
-from sparsejax.evaluation.harness import harness_model, run_harness
+from sparsejax.evaluation.harness import harness_model, require_harness, run_harness
 from sparsejax.evaluation.loglikelihood import Pair, PairScore, encode_pair, score_pairs
 from sparsejax.evaluation.models import EvalModel, open_model
 from sparsejax.evaluation.multiple_choice import (
@@ -30,6 +30,7 @@ __all__ = [
     "open_model",
     "perplexity",
     "read_questions",
+    "require_harness",
     "run_harness",
     "score_pairs",
     "write_curve",

@@ -20,6 +20,11 @@ from sparsejax.evaluation.models import EvalModel
 from sparsejax.evaluation.until import GenerationSettings, generate_until
 
 
+def require_harness() -> None:
+    """Raises ModuleNotFoundError where lm-evaluation-harness is not installed."""
+    _import("lm_eval")
+
+
 def harness_model(model: EvalModel, *, batch_size: int = 8, max_new_tokens: int = 256) -> Any:
     """An `lm_eval.api.model.LM` that answers with `model`.
 

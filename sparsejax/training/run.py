@@ -149,9 +149,7 @@ class Run:
         say(f"reading the weights of {self.config.init_from}")
         read_by = initial_tokenizer(self.config.init_from)
         if line := tokenizer_difference(self.source.tokenizer, read_by):
-            say(
-                f"note: the weights are of another tokenizer than the data (data vs weights): {line}"
-            )
+            say(f"note: the weights are of another tokenizer than the data (data vs them): {line}")
         found = initial_config(self.config.init_from)
         params = initial_params(self.config.init_from, self.mesh)
         _, params = self.config.change_init(found, params)

@@ -148,7 +148,7 @@ def test_weights_of_another_tokenizer_are_noted(micro, params, tmp_path, capsys)
     convert.save_run(tmp_path / "run", micro, params, words)
     for kind in ("run", "hf"):
         start(config(tmp_path / kind, tmp_path / "new"))
-        note = "of another tokenizer than the data (data vs weights): id 0 is '\\x00' vs 'w0'"
+        note = "of another tokenizer than the data (data vs them): id 0 is '\\x00' vs 'w0'"
         assert note in capsys.readouterr().err
 
 
