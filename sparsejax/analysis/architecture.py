@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -49,9 +50,9 @@ def select_architecture(
 ) -> Selection:
     """argmin over choices c_i of sum_i score_i(c_i) such that every limited total cost fits.
 
-    Solved exactly, as an integer programme: one binary variable per layer and choice (HiGHS).
-    Totals keep to the limits as computed in float64. Scores of single layers are summed, which
-    ignores that layers changed together may cost more or less than one by one.
+    Solved exactly, as an integer programme (HiGHS): one variable per choice of each layer, or of
+    each group of layers that are alike. Totals keep to the limits as computed in float64. Scores
+    of single layers are summed, which ignores that layers changed together may lose more or less.
 
     Args:
       scores: what `block_scores` gives, or {layer: {Choice: score}}; layers 0, 1, ... m - 1.
@@ -192,45 +193,81 @@ def _over(choices: Mapping[int, Choice], costs: LayerCosts, limits: Mapping[str,
 
 
 def _solve(keys, objective, rows, room, over) -> dict[int, Choice] | None:
-    """The best choices, or None if none keep to the limits."""
-    from scipy import optimize
+    """The best choices, or None if none keep to the limits.
 
-    if not keys:
-        return {} if not over({}) else None
-    m = 1 + max(i for i, _ in keys)
-    one_each = np.zeros((m, len(keys)))
+    Layers with the same scores and costs are one group, of which the programme says how many take
+    each choice: one by one, their many equal permutations would cost the solver minutes. Where its
+    tolerance lets a solution pass that is over a limit after all, layers are told apart, and that
+    one combination is forbidden.
+    """
+    columns: dict[int, list[int]] = {}
     for column, (i, _) in enumerate(keys):
-        one_each[i, column] = 1
-    constraints = [optimize.LinearConstraint(one_each, 1, 1)]
+        columns.setdefault(i, []).append(column)
+    groups: dict[Any, list[int]] = {}
+    for i, mine in columns.items():
+        told = [(keys[c][1], objective[c], *(row[c] for row in rows.values())) for c in mine]
+        groups.setdefault(tuple(told), []).append(i)
+    alike, apart = list(groups.values()), [[i] for i in columns]
+    forbidden: list[list[int]] = []
+    while len(forbidden) < 1000:
+        now = apart if forbidden else alike
+        found = _programme(now, columns, objective, rows, room, forbidden)
+        if found is None:
+            return None
+        choices = {i: keys[c][1] for i, c in found.items()}
+        if not over(choices):
+            return choices
+        forbidden.append(list(found.values()))
+    raise ValueError(
+        f"{_NAME}: 1000 combinations lie within rounding of a limit; raise it a little"
+    )
+
+
+def _programme(groups, columns, objective, rows, room, forbidden) -> dict[int, int] | None:
+    """The integer programme: {layer: column of the choice taken}, or None if infeasible."""
+    from scipy import optimize as scipy_optimize
+
+    optimize: Any = scipy_optimize  # its types know bounds that are numbers only
+
+    if not groups:
+        return {} if all(r >= 0 for r in room.values()) else None
+    # One variable per group and choice, at the column of the group's first layer.
+    used = np.array([c for group in groups for c in columns[group[0]]])
+    sizes = np.array([len(group) for group in groups for _ in columns[group[0]]])
+    member = np.array([[c in columns[group[0]] for c in used] for group in groups], float)
+    constraints = [
+        optimize.LinearConstraint(member, [len(g) for g in groups], [len(g) for g in groups])
+    ]
     for name, row in rows.items():
-        if math.isinf(room[name]) and room[name] > 0:
+        if room[name] == math.inf:
             continue
         # The solver's tolerance is absolute, 1e-6: bytes and seconds become numbers around 1000.
-        scale = 1e3 / max(np.abs(row).max(), abs(room[name]) / m, 1e-300)
-        constraints.append(optimize.LinearConstraint(row * scale, -np.inf, room[name] * scale))
-    spread = np.abs(objective).max()
-    scaled = objective * (1e5 / spread if spread > 0 else 1.0)
-    for _ in range(1000):
-        result = optimize.milp(
-            scaled,
-            constraints=constraints,
-            integrality=np.ones(len(keys)),
-            bounds=optimize.Bounds(0, 1),
-            options={"mip_rel_gap": 0.0},
+        scale = 1e3 / max(np.abs(row).max(), abs(room[name]) / len(columns), 1e-300)
+        constraints.append(
+            optimize.LinearConstraint(row[used] * scale, -np.inf, room[name] * scale)
         )
-        if result.x is None:
-            if result.status != 2:
-                raise ValueError(f"{_NAME}: the solver stopped: {result.message}")
-            return None
-        taken = result.x > 0.5
-        found = {i: c for (i, c), t in zip(keys, taken, strict=True) if t}
-        if not over(found):
-            return found
-        # Within the solver's tolerance and yet over a limit: not this combination.
-        constraints.append(optimize.LinearConstraint(taken.astype(float), -np.inf, m - 1))
-    raise ValueError(
-        f"{_NAME}: more than 1000 combinations lie within rounding of a limit; raise it a little"
+    for taken in forbidden:
+        constraints.append(
+            optimize.LinearConstraint(np.isin(used, taken).astype(float), -np.inf, len(columns) - 1)
+        )
+    spread = np.abs(objective).max()
+    result = optimize.milp(
+        objective[used] * (1e5 / spread if spread > 0 else 1.0),
+        constraints=constraints,
+        integrality=np.ones(len(used)),
+        bounds=optimize.Bounds(0, sizes),
+        options={"mip_rel_gap": 0.0},
     )
+    if result.x is None:
+        if result.status != 2:
+            raise ValueError(f"{_NAME}: the solver stopped: {result.message}")
+        return None
+    counts = dict(zip(used.tolist(), np.round(result.x).astype(int).tolist(), strict=True))
+    found: dict[int, int] = {}
+    for group in groups:
+        order = [k for k, c in enumerate(columns[group[0]]) for _ in range(counts[c])]
+        found |= {i: columns[i][k] for i, k in zip(group, order, strict=True)}
+    return dict(sorted(found.items()))
 
 
 def _infeasible(keys, rows, costs: LayerCosts, limits: Mapping[str, float]) -> str:

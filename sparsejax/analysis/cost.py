@@ -8,6 +8,10 @@ fixed latency (`Device.step_latency`), and under tensor parallelism one all-redu
 Not counted: activations (in bytes and in memory), sampling and the gathering of logits, overlap of
 one part with the next, and gains of layers that run side by side. Sparsity is not counted either:
 a ReLU layer costs what a dense one does.
+
+How near it comes: a decode step of an 8B model at context 1024 on one H200 took 4.90 ms at batch 1
+(modelled: 4.43) and 6.44 ms at batch 32 (5.37); `experiments/check_cost.py` repeats that. Published
+times of 405B and 253B models on eight H100 (another engine) are met within 5 %.
 """
 
 from __future__ import annotations

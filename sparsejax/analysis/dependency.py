@@ -150,7 +150,8 @@ def _rows(
         if (part != "ffn" and layer.attention) or (part != "attention" and layer.ffn)
     ]
     full = walk.embed(batch)
-    embedded = not_finite(full.x, batch.mask)
+    # Masked positions count too: attention multiplies their NaN by zero, which is NaN.
+    embedded = not_finite(full.x, np.ones_like(batch.mask))
     contributions: dict[int, Array] = {}
     pairs: dict[tuple[int, int], tuple[Array, Array, Array]] = {}
     without: dict[int, Stream] = {}
@@ -166,7 +167,7 @@ def _rows(
             ffn = walk.part("ffn", j, add(read, attention), batch)
             both = add(attention, ffn)
             own = {"block": both, "attention": attention, "ffn": ffn}[part]
-            return own, attention, Stream(add(stream.x, both), read)
+            return own, attention, walk.after(j, add(stream.x, both), read)
 
         own, attention, after = advance(full)
         for i, stream in without.items():
@@ -182,7 +183,7 @@ def _rows(
                     "attention": lambda read=read, j=j: walk.part("ffn", j, read, batch),
                     "ffn": lambda attention=attention: attention,
                 }[part]()
-                without[j] = Stream(add(full.x, kept), read)
+                without[j] = walk.after(j, add(full.x, kept), read)
         full = after
     return embedded, contributions, pairs
 
@@ -195,8 +196,8 @@ def _check_finite(
 ) -> None:
     if embedded:
         raise ValueError(
-            f"{_NAME}: embeddings are not finite on {embedded} of {tokens} tokens: ids outside the "
-            "vocabulary, or parameters that are not finite"
+            f"{_NAME}: embeddings of {embedded} tokens are not finite: ids outside the vocabulary "
+            "(masked positions need valid ones too), or parameters that are not finite"
         )
     for j, count in contributions.items():
         if count:

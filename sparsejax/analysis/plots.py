@@ -23,7 +23,7 @@ def plot_dependency(
     low: float = 2.0**-9,
     high: float = 2.0**-1,
 ) -> Figure:
-    """Heat map of M[i, j] in a logarithmic scale of base 2: dark squares hardly depend.
+    """Heat map of M[i, j] in a logarithmic scale of base 2: layers of a blue square hardly depend.
 
     Rows are removed layers, columns measured ones; blank is where there is nothing to measure.
 
@@ -100,8 +100,8 @@ def plot_scores(scores: BlockScores, path: str | Path | None = None) -> Figure:
     )
     for k, width in enumerate(widths):
         values = [_narrowed(found, width) for found in scores.kl.values()]
-        shade = 0.25 + 0.55 * k / max(len(widths) - 1, 1)
-        lines[f"FFN narrowed to {width:,}"] = (np.array(values), _color("YlOrRd", shade), ".")
+        shade = 0.4 + 0.5 * k / max(len(widths) - 1, 1)
+        lines[f"FFN narrowed to {width:,}"] = (np.array(values), _color("Greens", shade), ".")
     drawn = False
     for label, (values, color, marker) in lines.items():
         values = np.where(values > 0, values, np.nan)  # a logarithmic scale has no zero

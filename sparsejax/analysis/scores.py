@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from jax import Array
 from sparsejax import surgery
 from sparsejax.analysis.choices import Choice, Variant, choice_of, resolve
 from sparsejax.analysis.kl import CHUNK, kl_divergence
-from sparsejax.analysis.steps import Batch, Stream, Walk, add, on_mesh, read_batches
+from sparsejax.analysis.steps import Batch, Walk, add, on_mesh, read_batches
 from sparsejax.analysis.tokenwise import input_output, not_finite
 from sparsejax.config import LayerConfig, ModelConfig
 from sparsejax.model import head_weight
@@ -36,7 +37,8 @@ class BlockScores:
       kl: {layer: {Choice(attention, d_ff): KL}}, nats per token, means over tokens; 0 for the layer
         as it is.
       cosine: (m,) mean over tokens of cos(x, x + h), x the input of a layer and h what it adds.
-      relative_norm: (m,) mean over tokens of |h| / |x|.
+      relative_norm: (m,) mean over tokens of |h| / |x|. Tokens on which input or output is zero
+        count in neither; NaN if there are no others.
       contributions: {layer: (F,)}, `surgery.channel_contribution`, by which narrow layers were
         made; None if there were none.
       tokens: tokens seen.
@@ -193,8 +195,15 @@ def block_scores(
             for key, (kl, _) in found.items():
                 totals[key] += float(kl)
             tokens, seen = tokens + batch.count, seen + 1
-    with np.errstate(invalid="ignore"):  # a layer without a token that counts has no mean: NaN
-        cosine, norm = cosine / used, norm / used
+    if (used < tokens).any():
+        i = int(np.argmin(used))
+        warnings.warn(
+            f"{_NAME}: cosine and relative_norm leave out tokens on which input or output is zero, "
+            f"most in layer {i}: {int(tokens - used[i])} of {tokens}",
+            stacklevel=2,
+        )
+    used[used == 0] = np.nan
+    cosine, norm = cosine / used, norm / used
     kl = {
         i: {choice_of(layer): 0.0} | {c: totals[i, c] / tokens for c in choices[i]}
         for i, layer in enumerate(config.layers)
@@ -270,11 +279,11 @@ def _score_batch(
                     assert contributions is not None
                     only = _narrow(walk.config, params, i, choice.d_ff, contributions[i])
                 new = walk.part("ffn", i, add(read, kept), batch, only)
-            child = Stream(add(stream.x, add(kept, new)), read)
+            child = walk.after(i, add(stream.x, add(kept, new)), read)
             for j in range(i + 1, len(layers)):
                 child = walk.step(j, child, batch)
             found[i, choice] = _kl(core, head, parent, walk.finish(child), batch.mask, chunk)
-        stream = Stream(add(stream.x, both), read)
+        stream = walk.after(i, add(stream.x, both), read)
     return not_finite(walk.finish(stream), batch.mask), statistics, found
 
 
@@ -309,7 +318,8 @@ def _check_finite(
         if bad:
             raise ValueError(
                 f"{_NAME}: input or contribution of layer {i} is not finite on {bad} of {tokens} "
-                "tokens: ids outside the vocabulary, or parameters that are not finite"
+                "tokens: ids outside the vocabulary (masked positions need valid ones too), or "
+                "parameters that are not finite"
             )
     if parent:
         raise ValueError(

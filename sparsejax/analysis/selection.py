@@ -32,7 +32,7 @@ def fusion_groups(
       the fused layer takes at most `max_bytes` on each of `tensor` devices.
 
     Layers that are left alone by that are in no group. There is no published threshold: plot the
-    matrix (`plots.plot_dependency`) and see where the dark squares end.
+    matrix (`plots.plot_dependency`) and see where the blue squares end.
 
     Args:
       config: the model, attention removed already.

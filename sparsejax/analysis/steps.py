@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from sparsejax.config import LayerConfig, ModelConfig
 from sparsejax.modules import Embed, Layer, Options, RMSNorm
-from sparsejax.params import check_params
+from sparsejax.params import check_params, flatten
 from sparsejax.sharding import BATCH_AXES, constrain
 from sparsejax.types import Params
 
@@ -55,7 +55,7 @@ class Stream:
 
     Attributes:
       x: (B, T, D), the input of the next layer unless that is parallel with the previous one.
-      base: (B, T, D), what the previous layer read; the next reads it too if it is parallel.
+      base: (B, T, D), what the next layer reads if it is parallel with the previous one.
     """
 
     x: Array
@@ -72,6 +72,11 @@ class Walk:
 
     def __init__(self, config: ModelConfig, params: Params):
         check_params(config, params)
+        shapes = [p for p, x in flatten(params).items() if isinstance(x, jax.ShapeDtypeStruct)]
+        if shapes:
+            raise ValueError(
+                f"params must be arrays to run the model, and {shapes[0]} is a shape alone"
+            )
         self.config, self._params = config, params
         # Without its layers the config of two models is the same, and so is a part's program.
         self._core = config.replace(layers=())
@@ -119,7 +124,12 @@ class Walk:
     def step(self, i: int, stream: Stream, batch: Batch) -> Stream:
         """The stream after layer i."""
         read = self.read(i, stream)
-        return Stream(add(stream.x, add(*self.parts(i, read, batch))), read)
+        return self.after(i, add(stream.x, add(*self.parts(i, read, batch))), read)
+
+    def after(self, i: int, x: Array, read: Array) -> Stream:
+        """The stream x after layer i, with what i read only where the next layer needs it."""
+        following = self.config.layers[i + 1 : i + 2]
+        return Stream(x, read if any(f.parallel_with_previous for f in following) else x)
 
     def finish(self, stream: Stream) -> Array:
         """Hidden states (B, T, D) after the final norm."""

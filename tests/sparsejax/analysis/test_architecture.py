@@ -1,5 +1,6 @@
 """The integer programme against brute force and dynamic programming; what it refuses."""
 
+import functools
 import itertools
 import math
 import re
@@ -97,6 +98,26 @@ def test_equal_to_dynamic_programming_on_many_layers():
     assert best[budget] > 0
 
 
+def test_layers_that_are_alike():
+    """Many equal layers have many equal solutions; with one cost the best is a matter of counts."""
+    values = dict(zip(GRID, (9.0, 7.0, 5.0, 8.0, 4.0, 2.0), strict=True))
+    losses = dict(zip(GRID, (0.0, 3.0, 4.0, 1.0, 6.0, 11.0), strict=True))
+    m, limit = 90, 611.0
+    costs = cost.LayerCosts({"latency": 0.0}, {"latency": dict.fromkeys(range(m), values)})
+    got = select_architecture(dict.fromkeys(range(m), losses), costs, {"latency": limit})
+    # Any total of 2 m to 9 m is reached; by dynamic programming over the total.
+    best = {0: 0.0}
+    for _ in range(m):
+        following: dict[int, float] = {}
+        for total, score in best.items():
+            for choice in GRID:
+                at = total + int(values[choice])
+                following[at] = min(following.get(at, math.inf), score + losses[choice])
+        best = following
+    assert got.score == min(score for total, score in best.items() if total <= limit)
+    assert got.totals["latency"] <= limit and len(got.choices) == m
+
+
 def test_a_limit_is_kept_to_the_last_digit():
     scores, costs = problem(3)
     want, at = brute_force(scores, costs, {"memory": 2e13})
@@ -184,17 +205,18 @@ def test_wrong_requests():
     assert "memory" not in select_architecture({**scores, 2: {GRID[3]: 0.0}}, costs, {}).totals
 
 
-def selected(params):
+@functools.cache
+def selected():
+    params = random_params(CONFIG)
     scores = block_scores(CONFIG, params, BATCHES, (NO_ATTENTION, NO_FFN, Variant(ffn=0.5)))
     costs = cost.layer_costs(CONFIG, scores.choices(), batch=8, context=64)
     now = cost.estimate(CONFIG, batch=8, context=64)
     limits = {"parameters": 0.8 * now.parameters, "kv_cache": 0.6 * now.kv_cache}
-    return scores, select_architecture(scores, costs, limits), limits
+    return params, scores, select_architecture(scores, costs, limits), limits
 
 
 def test_from_scores_to_a_model():
-    params = random_params(CONFIG)
-    scores, selection, limits = selected(params)
+    params, scores, selection, limits = selected()
     config, new = apply_selection(CONFIG, params, selection)
     check_params(config, new)
     got = cost.estimate(config, batch=8, context=64)
@@ -243,8 +265,7 @@ def test_on_a_mesh():
 
 
 def test_selections_for_other_models_are_refused():
-    params = random_params(CONFIG)
-    _, selection, _ = selected(params)
+    params, _, selection, _ = selected()
     shorter = CONFIG.replace(layers=CONFIG.layers[:6])
     with pytest.raises(ValueError, match="selection is for 7 layers, and the model has 6"):
         apply_selection(shorter, param_shapes(shorter), selection)

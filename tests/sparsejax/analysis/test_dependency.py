@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsejax import MeshConfig, make_mesh
+from sparsejax import MeshConfig, make_mesh, param_shapes
 from sparsejax.analysis import Dependency, block_dependency, steps
 from sparsejax.sharding import tree_shardings
 from tests.sparsejax.test_model import (
@@ -251,10 +251,12 @@ def test_numbers_that_are_not_finite_are_named():
     kept["layer_0"]["ffn"]["down"] = kept["layer_0"]["ffn"]["down"] * np.nan
     with pytest.raises(ValueError, match="the contribution of layer 0 is not finite"):
         block_dependency(one, kept, BATCHES)
-    with pytest.raises(
-        ValueError, match="embeddings are not finite on 1 of 18 tokens: ids outside"
-    ):
+    with pytest.raises(ValueError, match="embeddings of 1 tokens are not finite: ids outside"):
         block_dependency(config, params, [np.where(np.arange(9) == 3, [[50], [0]], 1)])
+    padding = {"tokens": np.where(np.arange(9) == 8, [[-1], [0]], 1)}
+    padding["loss_mask"] = padding["tokens"] == 1
+    with pytest.raises(ValueError, match="masked positions need valid ones too"):
+        block_dependency(config, params, [padding])
 
 
 def test_an_overflow_that_only_a_removal_brings_is_named():
@@ -307,6 +309,8 @@ def test_wrong_requests():
         assert str(caught.value).startswith("block_dependency: ")
     with pytest.raises(ValueError, match="part must be 'block', 'attention' or 'ffn', got 'mlp'"):
         block_dependency(UNIFORM, params, BATCHES, part="mlp")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="embed/embedding is a shape alone"):
+        block_dependency(UNIFORM, param_shapes(UNIFORM), BATCHES)
     del params["layer_3"]
     with pytest.raises(ValueError, match="layer_3/attn/q: missing"):
         block_dependency(UNIFORM, params, BATCHES)

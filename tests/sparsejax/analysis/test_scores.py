@@ -124,6 +124,22 @@ def test_masked_positions_do_not_count():
     assert some.kl[0][Choice(False, 17)] != pytest.approx(whole.kl[0][Choice(False, 17)], rel=1e-3)
 
 
+def test_zero_inputs_are_left_out_and_told():
+    params = random_params(UNIFORM)
+    params["embed"]["embedding"] = params["embed"]["embedding"].at[7].set(0.0)
+    tokens = np.where(np.arange(9) < 2, 7, BATCHES[0])
+    tokens[:, 2:] = np.where(tokens[:, 2:] == 7, 8, tokens[:, 2:])
+    with pytest.warns(UserWarning, match="input or output is zero, most in layer 0: 4 of 18"):
+        got = block_scores(UNIFORM, params, [tokens], ())
+    rows = {"tokens": tokens, "loss_mask": tokens != 7}
+    want = block_scores(UNIFORM, params, [rows], ())
+    np.testing.assert_allclose(got.cosine[0], want.cosine[0], rtol=1e-6)
+    np.testing.assert_allclose(got.relative_norm[0], want.relative_norm[0], rtol=1e-6)
+    with pytest.warns(UserWarning, match="most in layer 0: 18 of 18"):
+        got = block_scores(UNIFORM, params, [np.full((2, 9), 7)], ())
+    assert np.isnan(got.cosine[0]) and np.isnan(got.relative_norm[0])
+
+
 def test_the_prefix_is_shared():
     calls = []
     with pytest.MonkeyPatch.context() as patch:
