@@ -24,10 +24,11 @@ def script():
     del sys.modules["bench_model"]
 
 
+# The program that fills decode's cache is prefill's.
 @pytest.mark.parametrize(
-    ("mode", "tokens", "least"), [("train", 64, 7.5), ("prefill", 64, 7.5), ("decode", 6, 1)]
+    ("mode", "tokens", "bounds"), [("train", 64, (7.9, 8.1)), ("decode", 6, (1, 40))]
 )
-def test_three_variants_side_by_side(script, tmp_path, mode, tokens, least):
+def test_three_variants_side_by_side(script, tmp_path, mode, tokens, bounds):
     out = tmp_path / "rows.jsonl"
     script.main(["--mode", mode, "--smoke", "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -47,8 +48,8 @@ def test_three_variants_side_by_side(script, tmp_path, mode, tokens, least):
     assert silu["sparse_layers"] == relu["sparse_layers"] == 0
     assert 0 <= sparse["sparse_layers"] <= 1
     np.testing.assert_allclose(sparse["nnz_seen"], relu["nnz_seen"], rtol=1e-3)
-    # Activity is set on the first batch of prompts, which prefill and training read.
-    assert all(least <= nnz <= (8.5 if mode != "decode" else 40) for nnz in relu["nnz_seen"])
+    # Activity is set on the first batch, which training reads here; decode feeds other tokens.
+    assert all(bounds[0] <= nnz <= bounds[1] for nnz in relu["nnz_seen"])
 
 
 def test_profiles(script):

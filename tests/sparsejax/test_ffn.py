@@ -62,13 +62,14 @@ def lowered(mesh, inputs, implementation="triton", **options):
         return step.lower(placed).compile(), placed
 
 
-def check(compiled, placed, inputs):
+def check(compiled, placed, inputs, counted=False):
     gradients, out = compiled(placed)
     expected_gradients, expected = dense(inputs)
     assert_close(out.y, expected.y)
     assert_close(out.l1, expected.l1)
     np.testing.assert_array_equal(out.nnz, expected.nnz)
-    if out.neuron_nnz is not None:
+    assert (out.neuron_nnz is not None) == counted
+    if counted:
         np.testing.assert_array_equal(out.neuron_nnz, expected.neuron_nnz)
     for name, gradient in expected_gradients.items():
         assert np.abs(gradient).max() > 0
@@ -76,11 +77,12 @@ def check(compiled, placed, inputs):
     return out
 
 
+# Counting neurons takes the kernels of many tokens, which compile slowly here: on one mesh.
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"{m.data}x{m.fsdp}x{m.tensor}")
 def test_values_and_gradients_are_those_of_one_device(mesh):
     inputs = inputs_of()
-    compiled, placed = lowered(mesh, inputs, count_neurons=True)
-    out = check(compiled, placed, inputs)
+    compiled, placed = lowered(mesh, inputs, count_neurons=mesh == MESHES[3])
+    out = check(compiled, placed, inputs, counted=mesh == MESHES[3])
     assert out.sparse.dtype == jnp.float32
     assert 0 <= out.sparse <= 1
     text = compiled.as_text()
@@ -90,8 +92,8 @@ def test_values_and_gradients_are_those_of_one_device(mesh):
 
 
 def test_what_does_not_divide_is_computed_by_every_device():
-    # Neither one row nor three divide over data x fsdp; two divide over data alone.
-    for rows, features, mesh in ((1, 64, MESHES[2]), (2, 64, MESHES[3]), (8, 65, MESHES[3])):
+    # One row divides over no axis; two divide over data alone, and 65 neurons over no tensor axis.
+    for rows, features, mesh in ((1, 64, MESHES[2]), (2, 65, MESHES[3])):
         inputs = inputs_of(rows, features)
         check(*lowered(mesh, inputs), inputs)
 
