@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jax
 import numpy as np
 import tyro
 
@@ -22,6 +23,7 @@ from sparsejax import convert
 from sparsejax.config import ModelConfig
 from sparsejax.data import HFTokenizer
 from sparsejax.params import count
+from sparsejax.sharding import MeshConfig, make_mesh
 from sparsejax.types import Params
 
 
@@ -41,6 +43,8 @@ class Flags:
       report: a text file to measure on how near zero the activations are (from a Hugging Face
         folder with a tokenizer).
       report_tokens: how much of that file to read.
+      mesh: for models larger than one device's memory: how devices are used, the first data x fsdp
+        x tensor of them, data=-1 for all.
     """
 
     source: Annotated[Path, tyro.conf.arg(name="from")]
@@ -52,14 +56,18 @@ class Flags:
     ignore_keys: tuple[str, ...] = ()
     report: Path | None = None
     report_tokens: int = 2048
+    mesh: MeshConfig = MeshConfig(data=1)
 
 
 def main(args: list[str] | None = None) -> int:
     """Runs the script; returns its exit status."""
     flags = tyro.cli(Flags, args=args)
+    wanted = flags.mesh.data * flags.mesh.fsdp * flags.mesh.tensor
+    devices = jax.devices()
+    mesh = make_mesh(flags.mesh, devices[:wanted] if 0 < wanted <= len(devices) else devices)
     if (flags.source / "checkpoints").is_dir():
         _refuse(flags, "a run", "context_length", "ignore_keys", "report")
-        config, params, tokenizer = convert.load_run(flags.source, step=flags.step)
+        config, params, tokenizer = convert.load_run(flags.source, mesh, step=flags.step)
         family = convert.save(
             flags.target, config, params, tokenizer, family=flags.family, dtype=flags.dtype
         )
@@ -68,6 +76,7 @@ def main(args: list[str] | None = None) -> int:
         _refuse(flags, "a Hugging Face folder", "family", "step")
         config, params, tokenizer = convert.load(
             flags.source,
+            mesh,
             dtype=flags.dtype,
             context_length=flags.context_length,
             ignore_keys=flags.ignore_keys,

@@ -64,6 +64,17 @@ def test_there_and_back_bit_for_bit(script, source, tmp_path, capsys):
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
+def test_on_a_mesh_the_files_are_the_same(script, source, tmp_path):
+    mesh = ["--mesh.fsdp", "2", "--mesh.tensor", "2"]
+    assert script.main(["--from", str(source), "--to", str(tmp_path / "run"), *mesh]) == 0
+    back = tmp_path / "back"
+    assert script.main(["--from", str(tmp_path / "run"), "--to", str(back), *mesh]) == 0
+    weights = "model.safetensors"
+    assert (back / weights).read_bytes() == (source / weights).read_bytes()
+    with pytest.raises(ValueError, match="the mesh does not fit the model"):
+        script.main(["--from", str(source), "--to", str(tmp_path / "no"), "--mesh.tensor", "8"])
+
+
 def test_a_converted_model_generates(script, source, tmp_path, capsys):
     run = tmp_path / "run"
     script.main(["--from", str(source), "--to", str(run)])
