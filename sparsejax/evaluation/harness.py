@@ -10,6 +10,7 @@ In a launch of several processes each one runs all requests, in step, and gets t
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -130,7 +131,18 @@ def run_harness(
         task_manager=manager,
         log_samples=False,
     )
-    return {key: found[key] for key in ("results", "versions", "n-samples") if key in found}
+    return as_json({k: found[k] for k in ("results", "versions", "n-samples") if k in found})
+
+
+def as_json(value: Any) -> Any:
+    """`value` as JSON can hold it: NaN and infinities become None, what is unknown its text."""
+    if isinstance(value, dict):
+        return {str(key): as_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(entry) for entry in value]
+    if isinstance(value, float):  # NumPy's float64 is one
+        return float(value) if math.isfinite(value) else None
+    return value if isinstance(value, bool | int | str | None) else str(value)
 
 
 def _warn_of_cuts(count: int, what: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sparsejax.evaluation import Question, harness_model, multiple_choice, run_harness
+from sparsejax.evaluation.harness import as_json
 
 installed = importlib.util.find_spec("lm_eval") is not None
 needs_harness = pytest.mark.skipif(not installed, reason="lm-evaluation-harness is not installed")
@@ -29,6 +30,13 @@ def test_without_the_harness(model, monkeypatch):
         harness_model(model)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'sparsejax\[eval\]'"):
         run_harness(model, ["any"])
+
+
+def test_tables_become_json():
+    values = {"a": np.float64("nan"), 1: (0.5, float("inf"), None, True), "c": np.str_("x")}
+    want = {"a": None, "1": [0.5, None, None, True], "c": "x"}
+    assert json.loads(json.dumps(as_json(values), allow_nan=False)) == want
+    assert as_json(np.int32(3)) == "3" and as_json(1 + 2j) == "(1+2j)"
 
 
 @needs_harness
