@@ -124,7 +124,7 @@ def block_scores(
     config: ModelConfig,
     params: Params,
     batches: Iterable[Any],
-    variants: Iterable[Variant] = (NO_ATTENTION, NO_FFN),
+    variants: Iterable[Variant] | None = None,
     *,
     multiple: int = 1,
     contributions: Mapping[int, np.ndarray] | None = None,
@@ -143,7 +143,8 @@ def block_scores(
       params: its parameters.
       batches: as for `block_dependency`. Seen twice if there are widths to try and `contributions`
         are not given, so tokens are kept in host memory then.
-      variants: what to try in each layer; none gives `cosine` and `relative_norm` alone.
+      variants: what to try in each layer; None takes `NO_ATTENTION` and `NO_FFN`, as far as the
+        model has such parts; an empty list gives `cosine` and `relative_norm` alone.
       multiple: what widths are rounded up to.
       contributions: {layer: (F,)}, which neurons stay in narrow layers (the highest); None takes
         `surgery.channel_contribution` on `batches`.
@@ -160,6 +161,9 @@ def block_scores(
     Fusion, arXiv 2503.18908.
     """
     walk = Walk(config, params)
+    if variants is None:
+        parts = ((NO_ATTENTION, config.attention_layers), (NO_FFN, config.ffn_layers))
+        variants = [variant for variant, layers in parts if layers]
     choices = _resolve_all(config, tuple(variants), multiple)
     narrow = {
         (i, c.d_ff)

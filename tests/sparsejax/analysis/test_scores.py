@@ -223,10 +223,13 @@ def test_few_layers():
     one = UNIFORM.replace(layers=(SMOOTH,))
     got = block_scores(one, random_params(one), BATCHES)
     assert list(got.kl) == [0] and (got.removal("ffn") > 0).all()
-    for layers in ((), (EMPTY,)):
+    # By default those parts are removed that there are.
+    bare = dataclasses.replace(SMOOTH, attention=None)
+    for layers, tried in (((), 0), ((EMPTY,), 0), ((bare,), 1), ((EMPTY, bare), 1)):
         config = UNIFORM.replace(layers=layers)
-        got = block_scores(config, random_params(config), BATCHES, ())
+        got = block_scores(config, random_params(config), BATCHES)
         assert len(got.kl) == len(layers)
+        assert sum(len(found) - 1 for found in got.kl.values()) == tried
 
 
 def test_wrong_requests():
