@@ -10,9 +10,11 @@ from sparsejax import (
     ModelConfig,
     RopeConfig,
     init_params,
+    make_mesh,
     surgery,
 )
 from sparsejax.convert import save_run
+from sparsejax.training import run
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +46,11 @@ def folders(whole, cut, tmp_path_factory):
     save_run(root / "teacher", *whole)
     save_run(root / "student", *cut)
     return root / "teacher", root / "student"
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Runs take one of the eight devices: programs for eight compile several times as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "make_mesh", lambda _: make_mesh(devices=jax.devices()[:1]))
+        yield

@@ -13,6 +13,8 @@ from sparsejax.params import flatten
 from sparsejax.training.optimizer import OptimizerConfig
 from sparsejax.training.stages import StageStoppedError
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 @pytest.fixture(scope="module")
 def folder(cut, tmp_path_factory):

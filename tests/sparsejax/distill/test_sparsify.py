@@ -14,6 +14,8 @@ from sparsejax.params import flatten
 from sparsejax.training.optimizer import OptimizerConfig
 from sparsejax.training.step import LossConfig
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 @pytest.fixture(scope="module")
 def dense(whole, tmp_path_factory):

@@ -8,6 +8,14 @@ import pytest
 from sparsejax.analysis import BlockScores, Choice, Dependency, cost
 from sparsejax.shrink.plan import Fusing, make_plan, read_selection
 
+
+@pytest.fixture(scope="module")
+def model(model):
+    """Shapes are all that a plan looks at: one layer more."""
+    config, params = model
+    return config.replace(layers=config.layers[:1] * 5), params
+
+
 SETTING = {"device": "h200", "batch": 1, "context": 64}
 
 
