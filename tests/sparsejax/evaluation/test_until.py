@@ -26,7 +26,7 @@ def test_without_stops(model, plain):
     assert generate_until(model, [], []) == ([], 0)
 
 
-def test_each_prompt_has_its_own_settings(model, model_on_eight, plain):
+def test_each_prompt_has_its_own_settings(model, plain):
     stop = plain[1][4:6]
     wanted = [
         GenerationSettings(max_new_tokens=12),
@@ -36,8 +36,7 @@ def test_each_prompt_has_its_own_settings(model, model_on_eight, plain):
     ]
     want = [plain[0], plain[1][: plain[1].index(stop)], plain[2], ""]
     assert 0 < len(want[1]) < len(plain[1])
-    for which in (model, model_on_eight):
-        assert generate_until(which, PROMPTS, wanted, batch_size=4)[0] == want
+    assert generate_until(model, PROMPTS, wanted, batch_size=4)[0] == want
 
 
 def test_sampling_does_not_depend_on_the_others(model):
