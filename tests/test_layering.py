@@ -24,10 +24,11 @@ FORBIDDEN = {
     "sparsejax": {"experiments", "tests"},
     "experiments": {"tests"},
 }
-# Tests of the repository itself, and of all kernels at once, mirror no single module.
+# Tests of the repository itself, of notebooks, and of all kernels at once, mirror no single module.
 OF_NO_SINGLE_MODULE = {
     "tests/test_layering.py",
     "tests/test_docs.py",
+    "tests/experiments/test_notebooks.py",
     "tests/pallas_kernels/test_gpu.py",
     "tests/pallas_kernels/test_lowering.py",
 }
