@@ -3,19 +3,19 @@
     up to 64 tokens   decode kernels (pallas_triton_decode.py)
     more              XLA's gate matmul, then
                         sparse: lists of active neurons -> row walk -> dense tail
+                        hot:    the same, and a small dense layer of the neurons that fire most
                         dense:  XLA's up and down matmuls
 
 The gate projection stays XLA's: it runs at 780 TFLOP/s on an H200, its dense output costs one pass
 of reading (0.045 ms of bandwidth at 16,384 x 5,632), and every sparse epilogue that Triton allows
-costs more than that pass. Which of the two follows is decided on the device from a sample of this
-call's pre-activations (pallas_triton_plan.py), and so is which rows are too long to walk. All ways
-are exact; the sample only moves time. The one choice that the host waits for is `lax.cond`, some
-17 us; short calls do without it and send all rows to the tail instead.
+costs more than that pass. Which way follows is decided on the device from a sample of this call's
+pre-activations (pallas_triton_plan.py), and so is which rows are too long to walk. All ways are
+exact; the sample only moves time. A `lax.switch` costs some 17 us; short calls do without it and
+send all rows to the tail where that is better.
 """
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -31,7 +31,12 @@ from pallas_kernels.gated_ffn import (
 )
 from pallas_kernels.gated_ffn.config import FFNConfig
 from pallas_kernels.gated_ffn.output import FFNOutput
-from pallas_kernels.gated_ffn.pallas_triton_backward import Lists, Residuals, backward
+from pallas_kernels.gated_ffn.pallas_triton_backward import (
+    Lists,
+    Residuals,
+    backward,
+    hot_rows,
+)
 
 __all__ = ["after_gate", "backward", "forward", "unsupported"]
 
@@ -82,10 +87,10 @@ def forward(
         pre = jnp.einsum("md,fd->mf", rows, up if gate is None else gate)
         if gate_bias is not None:
             pre = pre + gate_bias
-        y, l1, nnz, lists, up_out = _after_gate(
+        y, l1, nnz, way, lists, up_out = _after_gate(
             rows, pre, up, down, gated=gate is not None, config=config, training=training
         )
-        sparse = lists.sparse
+        sparse = jnp.minimum(way, 1)
         if training:
             saved = saved._replace(lists=lists)
             if config.residuals == "full":
@@ -103,55 +108,70 @@ def after_gate(
 
 
 def _after_gate(x, pre, up, down, *, gated: bool, config: FFNConfig, training: bool):
-    """(y, l1, nnz, Lists, x up^T or None); the last two hold what `training` asks for."""
+    """(y, l1, nnz, way, Lists or None, x up^T or None); the last two on `training`'s account."""
     (tokens, width), features = x.shape, up.shape[0]
     full = training and config.residuals == "full" and gated
-    sample = pallas_triton_plan.sample_nnz(pre)
-    chooses = config.choice == "auto" and tokens >= config.choose_tokens
-    limit = pallas_triton_plan.walk_limit(
-        sample, tokens, width, features, config, all_rows=config.choice == "auto" and not chooses
-    )
+    plan = pallas_triton_plan.plan(pre, width, config, training=training)
 
-    def sparse(x, pre, up, down):
+    def sparse(hot: FFNOutput | None):
         nnz, columns, values, count, rows = pallas_triton_walk.lists(
-            limit, pre, width=config.list_width, chunk=config.list_chunk, warps=config.list_warps
+            plan.limit,
+            pre,
+            None if hot is None else plan.hot_words,
+            width=config.list_width,
+            chunk=config.list_chunk,
+            warps=config.list_warps,
         )
         y, l1, *ups = pallas_triton_walk.walk(
-            *(limit, nnz, columns, values, x, up, down),
+            *(plan.limit, nnz, columns, values, x, up, down, None if hot is None else hot.y),
             gated=gated,
             warps=config.walk_warps,
             save_up=training,
         )
-        y, l1, nnz = pallas_triton_tail.tail(
+        # Long rows are the tail's in full, their hot neurons included.
+        y, l1, total = pallas_triton_tail.tail(
             *(count, rows, x, pre, up, down, y, l1, nnz),
             gated=gated,
             up_tile=config.tail_up,
             down_tile=config.tail_down,
             programs=tl.device_programs(),
         )
-        lists = (columns, values, *ups) if training else ()
-        up_out = tl.unwritten(pre.shape, x.dtype) if full else ()
-        return y, l1, nnz, lists, up_out
+        if hot is not None:
+            is_long = nnz > plan.limit
+            l1 = jnp.where(is_long, l1, l1 + hot.l1)
+            total = jnp.where(is_long, total, total + hot.nnz)
+        lists = (nnz, columns, values, *ups) if training else ()
+        return y, l1, total, lists, tl.unwritten(pre.shape, x.dtype) if full else ()
 
-    def dense(x, pre, up, down):
+    def with_hot():
+        # Padding reads zeros, which are not active.
+        pre_hot = pre.at[:, plan.hot].get(mode="fill", fill_value=0)
+        up_out = jnp.einsum("md,fd->mf", x, hot_rows(plan.hot, up)) if gated else None
+        hot = reference.after_gate(
+            x, pre_hot, up_out, hot_rows(plan.hot, down), activation="relu", count_neurons=False
+        )
+        return sparse(hot)
+
+    def dense():
         up_out = jnp.einsum("md,fd->mf", x, up) if gated else None
         output = reference.after_gate(x, pre, up_out, down, activation="relu", count_neurons=False)
         lists = ()
         if training:
             shape = (tokens, pallas_triton_walk.list_slots(features, config))
             dtypes = [jnp.int32, pre.dtype, *([x.dtype] if gated else [])]
-            lists = tuple(tl.unwritten(shape, dtype) for dtype in dtypes)
+            lists = (output.nnz, *(tl.unwritten(shape, dtype) for dtype in dtypes))
         return output.y, output.l1, output.nnz, lists, up_out if full else ()
 
-    if chooses:
-        took = pallas_triton_plan.sparse_pays(sample, tokens, width, features, training=training)
-        y, l1, nnz, lists, up_out = lax.cond(took, sparse, dense, x, pre, up, down)
-        took = took.astype(jnp.int32)
-    elif config.choice == "dense":
-        y, l1, nnz, lists, up_out = dense(x, pre, up, down)
-        took = jnp.int32(0)
+    ways = [dense, lambda: sparse(None), with_hot]
+    if config.choice == "auto" and tokens >= config.choose_tokens:
+        y, l1, nnz, lists, up_out = lax.switch(plan.way, ways)
     else:
-        y, l1, nnz, lists, up_out = sparse(x, pre, up, down)
-        took = (limit[0] >= 0).astype(jnp.int32)
-    columns, values, ups = lists if len(lists) == 3 else (*lists, *[None] * (3 - len(lists)))
-    return y, l1, nnz, Lists(took, limit, nnz, columns, values, ups), up_out if full else None
+        only = {"dense": 0, "hot": 2}.get(config.choice, 1)
+        y, l1, nnz, lists, up_out = ways[only]()
+    if not training:
+        return y, l1, nnz, plan.way, None, None
+    walked_nnz, columns, values, *ups = lists
+    saved = Lists(
+        plan.way, plan.limit, plan.hot, walked_nnz, columns, values, ups[0] if ups else None
+    )
+    return y, l1, nnz, plan.way, saved, up_out if full else None

@@ -3,10 +3,14 @@
     lists by token (residuals) -> lists by neuron -> hidden gradients -> dx -> weight gradients
 
 Of the six backward matmuls none stays dense. What does not fit takes another way in the same call,
-chosen on the device by one number: 0, the dense engine's backward (the forward pass was dense, or
-there are more entries than the lists have room for); 1, the kernels alone; 2, the kernels and, for
-rows too long to walk, the dense engine over gathered blocks of rows, whose sums the kernels add
-before they round.
+chosen on the device by one number:
+
+    0   the dense engine's backward: the forward pass was dense, or there are more entries than the
+        lists have room for
+    1   the kernels alone
+    2   the kernels, and the dense backward of the small layer of hot neurons
+    3   both, and for rows too long to walk the dense backward over gathered blocks of rows, whose
+        float32 sums the kernels add before they round
 
 Residuals are x and the lists: (width + spare) (4 + 2 + 2) bytes per token in bf16, 2,304 at the
 default width of 256, where the dense engine keeps 4 F (22,528 at F = 5632). The dense way then
@@ -16,7 +20,7 @@ speed, for calls that run inside a rematerialised block or have memory to spare.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,21 +31,24 @@ from pallas_kernels.gated_ffn import pallas_triton_row_grads as row_grads
 from pallas_kernels.gated_ffn import pallas_triton_weight_grads as weight_grads
 from pallas_kernels.gated_ffn import reference
 from pallas_kernels.gated_ffn.config import FFNConfig
+from pallas_kernels.gated_ffn.pallas_triton_plan import DENSE, HOT
 
 
 class Lists(NamedTuple):
     """Lists by token as the forward pass leaves them.
 
     Attributes:
-      sparse: () int32, whether they were made.
+      way: () int32, which way the forward pass took (pallas_triton_plan.py).
       limit: (1,) int32; rows with more active neurons were not walked.
-      nnz: (M,) int32.
+      hot: (H,) int32, neurons kept out of the lists when way is HOT, padded with F.
+      nnz: (M,) int32, active neurons that the lists are about.
       columns, values: (M, width + spare), active columns and their pre-activations.
       ups: the same, x . up row of each; None in the non-gated form.
     """
 
-    sparse: Array
+    way: Array
     limit: Array
+    hot: Array
     nnz: Array
     columns: Array
     values: Array
@@ -99,43 +106,85 @@ def _long_rows(saved: Residuals, dy: Array, dl1: Array, is_long: Array, dx: Arra
     return lax.fori_loop(0, (count + block - 1) // block, step, (dx, zeros))
 
 
-def _sparse(saved: Residuals, dy: Array, dl1: Array, config: FFNConfig, capacity: int, tail: bool):
+def hot_rows(hot: Array, array: Any) -> Any:
+    """Rows (H, ...) of the hot neurons, zeros where `hot` is padded; None for None."""
+    return None if array is None else array.at[hot].get(mode="fill", fill_value=0)
+
+
+def _hot_layer(saved: Residuals, dy: Array, dl1: Array):
+    """The dense backward of the small layer of hot neurons; weight gradients in float32."""
+    lists = saved.lists
+    assert lists is not None
+    gate, gate_bias = hot_rows(lists.hot, saved.gate), hot_rows(lists.hot, saved.gate_bias)
+    up, down = hot_rows(lists.hot, saved.up), hot_rows(lists.hot, saved.down)
+    pre, up_out = reference.pre_activations(saved.x, gate, up, gate_bias)
+    full = reference.Residuals(saved.x, gate, up, down, gate_bias, pre, up_out)
+    return reference.backward(full, dy, dl1, activation="relu", weight_dtype=jnp.float32)
+
+
+def _sparse(
+    saved: Residuals,
+    dy: Array,
+    dl1: Array,
+    config: FFNConfig,
+    capacity: int,
+    *,
+    tail: bool = False,
+    hot: bool = False,
+):
     x, gate, up, down, gate_bias, lists, *_ = saved
     assert lists is not None
     features = up.shape[0]
     limit, nnz = lists.limit, lists.nnz
+    dx_hot: Array | None = None
+    hot_grads: tuple[Any, ...] | None = None
+    if hot:
+        # Long rows are not the hot layer's: the dense backward takes them in full.
+        is_long = nnz > limit
+        dy_hot, dl1_hot = dy, dl1
+        if tail:
+            dy_hot = jnp.where(is_long[:, None], jnp.zeros_like(dy), dy)
+            dl1_hot = jnp.where(is_long, 0.0, dl1)
+        dx_hot, *grads = _hot_layer(saved, dy_hot, dl1_hot)
+        hot_grads = tuple(grads)
     places = neurons.by_neuron(
         limit, nnz, lists.columns, features, segment=config.grad_segment, capacity=capacity
     )
-    entries, row_dpre, row_dup = row_grads.hidden(
-        limit,
-        nnz,
-        lists.columns,
-        lists.values,
-        lists.ups,
-        dy,
-        dl1,
-        down,
-        places,
-        capacity=capacity,
-        group=config.grad_group,
-        warps=config.grad_warps,
+    by_token = (limit, nnz, lists.columns, lists.values, lists.ups)
+    dpre, *rest = row_grads.hidden(
+        *by_token,
+        *(dy, dl1, down),
+        unroll=config.grad_hidden_unroll,
+        warps=config.grad_hidden_warps,
     )
-    factors = [(up, row_dpre)] if gate is None else [(gate, row_dpre), (up, row_dup)]
+    dup = rest[0] if rest else None
+    entries = row_grads.reorder(*by_token, dpre, dup, places, capacity=capacity)
+    factors = [(up, dpre)] if gate is None else [(gate, dpre), (up, dup)]
     dx = row_grads.dx(
         limit,
         nnz,
         lists.columns,
         factors,
-        x.shape[1],
+        dx_hot,
         unroll=config.grad_unroll,
         warps=config.grad_warps,
     )
-    base_bias, bases = None, None
+    tail_grads: tuple[Any, ...] | None = None
     if tail:
-        dx, (dgate, dup, ddown, base_bias) = _long_rows(
-            saved, dy, dl1, nnz > limit, dx, min(config.grad_rows, x.shape[0])
-        )
+        block = min(config.grad_rows, x.shape[0])
+        dx, sums = _long_rows(saved, dy, dl1, nnz > limit, dx, block)
+        tail_grads = tuple(sums)
+        if hot_grads is not None:
+            # Both are float32 and go under the kernels' sums, which are zero at the hot neurons.
+            bases_and_rows = zip(tail_grads, hot_grads, strict=True)
+            tail_grads = tuple(
+                None if base is None else base.at[lists.hot].add(rows, mode="drop")
+                for base, rows in bases_and_rows
+            )
+            hot_grads = None
+    bases = None
+    if tail_grads is not None:
+        dgate, dup, ddown, _ = tail_grads
         bases = [g for g in (ddown, dgate, dup) if g is not None]
     grads = weight_grads.weights(
         x,
@@ -147,12 +196,19 @@ def _sparse(saved: Residuals, dy: Array, dl1: Array, config: FFNConfig, capacity
         unroll=config.grad_unroll_weights,
     )
     ddown, dgate, dup = grads if gate is not None else (grads[0], None, grads[1])
-    dbias = None
+    dbias: Any = None
     if gate_bias is not None:
         dbias = weight_grads.bias(places, entries)
-        dbias = dbias if base_bias is None else dbias + base_bias
+        if tail_grads is not None:
+            dbias += tail_grads[3]
         dbias = dbias.astype(gate_bias.dtype)
-    return dx, dgate, dup, ddown, dbias
+    result: tuple[Any, ...] = (dgate, dup, ddown, dbias)
+    if hot_grads is not None:
+        result = tuple(
+            None if g is None else g.at[lists.hot].set(rows.astype(g.dtype), mode="drop")
+            for g, rows in zip(result, hot_grads, strict=True)
+        )
+    return dx, *result
 
 
 def backward(saved: Residuals, dy: Array, dl1: Array, config: FFNConfig):
@@ -175,19 +231,22 @@ def backward(saved: Residuals, dy: Array, dl1: Array, config: FFNConfig):
     # Counted in float32: tokens times F may not fit an int32; 1 in 2^24 does not matter here.
     count = jnp.sum(jnp.where(walked, lists.nnz, 0).astype(jnp.float32))
     long_rows = tokens - jnp.sum(walked, dtype=jnp.int32)
-    fits = (lists.sparse > 0) & (count < 0.999 * capacity) & (long_rows <= tokens // 4)
-    tail = jnp.minimum(long_rows, 1)
-    way = fits.astype(jnp.int32) * (1 + tail)
+    fits = (lists.way > DENSE) & (count < 0.999 * capacity) & (long_rows <= tokens // 4)
+    # 1 lists alone, 2 with the hot layer, 3 with both it and long rows.
+    way = jnp.where(long_rows > 0, 3, jnp.where(lists.way == HOT, 2, 1)) * fits.astype(jnp.int32)
     # Residuals that a way does not read must not keep its operands alive: drop them per way.
     lean = saved._replace(pre=None, up_out=None)
+    # Without hot neurons apart, their list is all padding for the third way.
+    kept_out = jnp.where(lists.way == HOT, lists.hot, features)
+    third = lean._replace(lists=lists._replace(hot=kept_out))
     return lax.switch(
         way,
         [
             lambda dy, dl1: _dense(saved, dy, dl1),
-            lambda dy, dl1: _sparse(lean, dy, dl1, config, capacity, tail=False),
-            lambda dy, dl1: _sparse(lean, dy, dl1, config, capacity, tail=True),
+            lambda dy, dl1: _sparse(lean, dy, dl1, config, capacity),
+            lambda dy, dl1: _sparse(lean, dy, dl1, config, capacity, hot=True),
+            lambda dy, dl1: _sparse(third, dy, dl1, config, capacity, hot=True, tail=True),
         ],
         dy,
         dl1,
     )
-

@@ -35,7 +35,7 @@ class NeuronLists(NamedTuple):
     Attributes:
       bits: (F + spare, W) int32, bit t % 32 of word t // 32 set where token t fires the neuron.
       before: (F, W) int32, entries of the neuron in earlier words.
-      count: (F,) int32, entries of the neuron.
+      entries: (F,) int32, entries of the neuron.
       start: (F,) int32, position of its first entry.
       extra: (F,) int32, number of its first extra segment.
       slot: (F,) int32, first partial-sum slot of a neuron with more than one segment.
@@ -45,7 +45,7 @@ class NeuronLists(NamedTuple):
 
     bits: Array
     before: Array
-    count: Array
+    entries: Array
     start: Array
     extra: Array
     slot: Array

@@ -1,20 +1,31 @@
-"""Dense or sparse, and which rows are long: decided on the device from the call's own counts.
+"""The plan of one call, made on the device from a sample of its own pre-activations.
 
-The costs are times on one H200 (notes_ffn.md), scaled by shape. Every choice is exact; only time
-depends on these numbers.
+    which way     dense, sparse, or sparse with the hottest neurons apart
+    which rows    those with more active neurons than a limit are too long to walk
+    hot neurons   those that fire on so many tokens that a small dense layer of them is cheaper
+
+One small kernel after the counts of some 256 rows. Every way is exact, so a bad sample costs time
+and nothing else. The costs are times on one H200 (notes_ffn.md), scaled by shape.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels import _triton as tl
 from pallas_kernels.gated_ffn.config import FFNConfig
 
+DENSE, SPARSE, HOT = range(3)
 _SAMPLE = 256  # rows
+_CHUNK = 2048
+# Shares of the sample above which a neuron may count as hot, in 1/256.
+_LEVELS = (10, 14, 20, 28, 40, 56, 80, 112)
 
 
 class Costs(NamedTuple):
@@ -24,71 +35,172 @@ class Costs(NamedTuple):
       entry: one active neuron of one token, everything that follows the gate projection.
       row: one token that is walked, before its entries.
       dense_row: the same work for one token in the dense engine.
+      hot_row: one token's share of the small dense layer of hot neurons.
       fixed: what the sparse path costs whatever its size.
     """
 
     entry: float
     row: float
     dense_row: float
+    hot_row: float
     fixed: float
 
 
 def costs(width: int, features: int, *, training: bool) -> Costs:
     """Forward alone: two dense matmuls of a token 64 ns, a walked entry 0.88, lists and row 9.
 
-    With the backward pass: six more dense matmuls 204 ns, three more passes over the entries 2.2.
+    With the backward pass: six more dense matmuls 204 ns, three more passes over the entries 2.6.
     All at D = 2048, F = 5632, bf16.
     """
     wide, tall = width / 2048, features / 5632
-    forward = Costs(0.88 * wide, 4.5 * wide + 4.5 * tall, 64 * wide * tall, 25e3)
+    forward = Costs(0.88 * wide, 4.5 * wide + 4.5 * tall, 64 * wide * tall, 6.5 * wide, 25e3)
     if not training:
         return forward
-    backward = Costs(2.2 * wide, 8 * wide + 2 * tall, 204 * wide * tall, 80e3)
+    backward = Costs(2.6 * wide, 6 * wide + 1 * tall, 204 * wide * tall, 15 * wide, 80e3)
     return Costs(*(a + b for a, b in zip(forward, backward, strict=True)))
 
 
-def sample_nnz(pre: Array) -> Array:
-    """Active neurons of up to some 256 rows spread over the call."""
-    tokens = pre.shape[0]
-    stride = max(1, tokens // _SAMPLE) | 1  # odd: sequences start at even rows, with long lists
-    sample = pre[min(7, tokens - 1) % stride :: stride]
-    return jnp.sum(tl.is_active(sample), axis=1, dtype=jnp.int32)
+class Plan(NamedTuple):
+    """What the call is going to do.
 
-
-def sparse_pays(nnz: Array, tokens: int, width: int, features: int, *, training: bool) -> Array:
-    """() bool: the sparse path is expected to be the faster one, from a sample of counts."""
-    cost = costs(width, features, training=training)
-    # A row that is not worth walking goes to the tail, at somewhat more than the dense price.
-    rows = jnp.minimum(nnz.astype(jnp.float32) * cost.entry, 1.2 * cost.dense_row)
-    sparse = jnp.sum(rows) * (tokens / nnz.shape[0]) + (cost.row * tokens + cost.fixed)
-    return sparse < cost.dense_row * tokens
-
-
-def walk_limit(
-    nnz: Array, tokens: int, width: int, features: int, config: FFNConfig, *, all_rows: bool
-) -> Array:
-    """(1,) int32: rows with more active neurons than this go to the tail; -1 for all rows.
-
-    In units of one walked entry, a tail row costs F / 77 of them; a tail that is not empty takes
-    0.65 us per 64 of its two depths D and F before its size matters; listing and starting a walked
-    row costs 0.11 of a tail row.
-
-    Args:
-      nnz: a sample of counts.
-      tokens, width, features: M, D, F.
-      config: `walk_limit` and `list_width` are read.
-      all_rows: whether -1 may be the answer.
+    Attributes:
+      way: () int32, DENSE, SPARSE or HOT.
+      limit: (1,) int32; rows with more active neurons (hot ones aside) go to the dense tail; -1 for
+        all rows.
+      hot: (H,) int32, hot neurons, ascending, padded with F; of use only where way is HOT.
+      hot_words: (ceil(F / 32),) int32, their bits.
     """
-    if config.walk_limit is not None:
-        return jnp.full((1,), min(config.walk_limit, config.list_width), jnp.int32)
+
+    way: Array
+    limit: Array
+    hot: Array
+    hot_words: Array
+
+
+def _decide(
+    nnz, cold_share, enough_hot, *, tokens, sample, features, width, config, training, rule
+):
+    """(way, limit) as traced scalars; `rule` is "choose", "tail" (no choice but -1) or a way."""
+    cost = costs(width, features, training=training)
+    number = nnz.astype(jnp.float32)
+    live = nnz >= 0
+    # The limit, in units of a walked entry of the forward pass: a tail row costs F / 77 of them; a
+    # tail that is not empty takes 0.65 us per 64 of its two depths before its size matters.
     even = max(1, features // 77)
-    scale = tokens / nnz.shape[0]
     entry_ns = 0.88 * width / 2048
     tail_entries = 650 * (width + features) / 64 / entry_ns
-    saved = jnp.sum(jnp.maximum(nnz - even, 0))
+    saved = jnp.sum(jnp.where(live, jnp.maximum(number - even, 0.0), 0.0))
     low = min(even, config.list_width)
-    limit = jnp.where(saved > int(tail_entries / scale), jnp.int32(low), config.list_width)
-    if all_rows:
-        spared = jnp.sum(jnp.maximum(even - nnz, 0))
-        limit = jnp.where(spared < int(0.11 * even * nnz.shape[0]), jnp.int32(-1), limit)
-    return limit.reshape(1)
+    short = (saved * (tokens / sample) > tail_entries).astype(jnp.int32)
+    limit = short * low + (1 - short) * config.list_width
+    if config.walk_limit is not None:
+        limit = 0 * short + min(config.walk_limit, config.list_width)
+    elif rule == "tail":
+        # Listing and starting a walked row costs 0.11 of a tail row.
+        spared = jnp.sum(jnp.where(live, jnp.maximum(even - number, 0.0), 0.0))
+        all_rows = (spared < 0.11 * even * sample).astype(jnp.int32)
+        limit = limit * (1 - all_rows) - all_rows
+    if rule == "tail":
+        return (limit >= 0).astype(jnp.int32) * SPARSE, limit
+    if rule != "choose":
+        return 0 * short + rule, limit
+    # A row that is not worth walking goes to the tail, at somewhat more than the dense price.
+    rows = jnp.minimum(number * cost.entry, 1.2 * cost.dense_row)
+    mean_row = jnp.sum(jnp.where(live, rows, 0.0)) / sample
+    fixed = cost.row + cost.fixed / tokens
+    plain, hot = mean_row + fixed, mean_row * cold_share + cost.hot_row + fixed
+    take_hot = enough_hot * (hot < 0.95 * plain).astype(jnp.int32)
+    best = jnp.where(take_hot > 0, hot, plain)
+    sparse = (best < cost.dense_row).astype(jnp.int32)
+    return sparse * (SPARSE + take_hot * (HOT - SPARSE)), limit
+
+
+def _plan_kernel(
+    nnz_ref, fired_ref, way_ref, limit_ref, hot_ref, words_ref, *, sample, features, most, **shape
+):
+    rows = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(sample),), 0)
+    nnz = tl.load(nnz_ref.at[rows], mask=rows < sample, other=-1)
+    chunk = min(_CHUNK, max(32, pl.next_power_of_2(features)))
+    lane = lax.broadcasted_iota(jnp.int32, (chunk,), 0)
+    chunks = pl.cdiv(features, chunk)
+    levels = [max(1, level * sample // 256) for level in _LEVELS]
+
+    def fired(k):
+        at = k * chunk + lane
+        return tl.load(fired_ref.at[at], mask=at < features, other=0)
+
+    def count(k, carry):
+        total, sums = carry
+        here = fired(k)
+        total += jnp.sum(here)
+        above = [here > level for level in levels]
+        return total, [
+            (number + jnp.sum(a.astype(jnp.int32)), firings + jnp.sum(jnp.where(a, here, 0)))
+            for a, (number, firings) in zip(above, sums, strict=True)
+        ]
+
+    zero = jnp.int32(0)
+    total, sums = lax.fori_loop(0, chunks, count, (zero, [(zero, zero)] * len(levels)))
+    # The lowest level whose neurons fit; from the highest down, so that the last one wins.
+    level, hot_number, hot_firings = total * 0 + 2**30, total * 0, total * 0
+    for bound, (number, firings) in list(zip(levels, sums, strict=True))[::-1]:
+        fits = (number <= most).astype(jnp.int32)
+        level = fits * bound + (1 - fits) * level
+        hot_number = fits * number + (1 - fits) * hot_number
+        hot_firings = fits * firings + (1 - fits) * hot_firings
+    cold = (total - hot_firings).astype(jnp.float32)
+    cold_share = cold / jnp.maximum(total.astype(jnp.float32), 1.0)
+    enough = (hot_number > 0).astype(jnp.int32)
+    way, limit = _decide(nnz, cold_share, enough, sample=sample, features=features, **shape)
+    way_ref[0] = way
+    limit_ref[0] = limit
+
+    def write(k, rank):
+        is_hot = fired(k) > level
+        at = rank + lax.cumsum(is_hot.astype(jnp.int32), axis=0) - 1
+        # Masked-out lanes point outside.
+        tl.store(hot_ref.at[jnp.where(is_hot, at, most + lane)], k * chunk + lane, mask=is_hot)
+        word = k * (chunk // 32) + lax.broadcasted_iota(jnp.int32, (chunk // 32,), 0)
+        tl.store(words_ref.at[word], tl.pack_bits(is_hot), mask=word < words_ref.shape[0])
+        return rank + jnp.sum(is_hot.astype(jnp.int32))
+
+    found = lax.fori_loop(0, chunks, write, zero)
+    slot = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(most),), 0)
+    padding = slot >= found
+    at = jnp.where(padding, slot, most + chunk + slot)
+    tl.store(hot_ref.at[at], slot * 0 + features, mask=padding & (slot < most))
+
+
+def plan(pre: Array, width: int, config: FFNConfig, *, training: bool) -> Plan:
+    """The plan for pre-activations (M, F) of a layer with D = width."""
+    tokens, features = pre.shape
+    stride = max(1, tokens // _SAMPLE) | 1  # odd: sequences start at even rows, with long lists
+    active = tl.is_active(pre[min(7, tokens - 1) % stride :: stride])
+    nnz = jnp.sum(active, axis=1, dtype=jnp.int32)
+    fired = jnp.sum(active, axis=0, dtype=jnp.int32)
+    rule: str | int = {"dense": DENSE, "sparse": SPARSE, "hot": HOT}.get(config.choice, "choose")
+    if rule == "choose" and tokens < config.choose_tokens:
+        rule = "tail"
+    most = max(16, min(config.hot_neurons, features // 4) // 16 * 16)
+    way, limit, hot, hot_words = tl.pallas_call(
+        functools.partial(
+            _plan_kernel,
+            sample=nnz.shape[0],
+            features=features,
+            most=most,
+            tokens=tokens,
+            width=width,
+            config=config,
+            training=training,
+            rule=rule,
+        ),
+        name="gated_ffn_plan",
+        grid=(1,),
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, jnp.int32)
+            for shape in ((1,), (1,), (most,), (pl.cdiv(features, 32),))
+        ],
+        num_warps=8,
+        num_stages=1,
+    )(nnz, fired)
+    return Plan(way[0], limit, hot, hot_words)

@@ -41,11 +41,18 @@ def _column_parts(features: int, chunk: int) -> list[tuple[int, int, bool]]:
 
 
 def _list_active(
-    pre_ref: Any, column_ref: Any, value_ref: Any, token: Array, parts: Any, width: int
+    pre_ref: Any,
+    hot_ref: Any,
+    column_ref: Any,
+    value_ref: Any,
+    token: Array,
+    parts: Any,
+    width: int,
 ):
     """Writes the active columns of row `token`, ascending, and their values; returns their number.
 
-    The first `width` entries are kept, the count is of all of them.
+    The first `width` entries are kept, the count is of all of them. Columns whose bit is set in the
+    words of `hot_ref` do not count as active.
     """
     features = pre_ref.shape[1]
     total = jnp.int32(0)
@@ -53,9 +60,12 @@ def _list_active(
         columns = offset + lax.broadcasted_iota(jnp.int32, (size,), 0)
         mask = {"mask": columns < features, "other": -1.0} if masked else {}
         words = tl.pack_bits(tl.is_active(tl.load(pre_ref.at[token, columns], **mask)))
+        lane = lax.broadcasted_iota(jnp.int32, (size // 32,), 0)
+        if hot_ref is not None:
+            word = offset // 32 + lane
+            words &= ~tl.load(hot_ref.at[word], mask=word < hot_ref.shape[0], other=0)
         counts = lax.population_count(words)
         position = total + lax.cumsum(counts, axis=0) - counts
-        lane = lax.broadcasted_iota(jnp.int32, (size // 32,), 0)
 
         def emit(_, carry, lane=lane, offset=offset):
             words, position = carry
@@ -73,15 +83,16 @@ def _list_active(
     return total
 
 
-def _lists_kernel(
-    limit_ref, pre_ref, _count, nnz_ref, column_ref, value_ref, count_ref, rows_ref, *, parts, width
-):
+def _lists_kernel(*refs, parts, width, split_hot):
+    limit_ref, pre_ref = refs[:2]
+    hot_ref = refs[3] if split_hot else None
+    nnz_ref, column_ref, value_ref, count_ref, rows_ref = refs[-5:]
     token = pl.program_id(0)
     limit = limit_ref[0]
 
     @pl.when(limit >= 0)
     def _list():
-        nnz = _list_active(pre_ref, column_ref, value_ref, token, parts, width)
+        nnz = _list_active(pre_ref, hot_ref, column_ref, value_ref, token, parts, width)
         nnz_ref[token] = nnz
 
         @pl.when(nnz > limit)
@@ -104,13 +115,16 @@ def list_slots(features: int, config: FFNConfig) -> int:
     return config.list_width + _list_chunk(features, config.list_chunk) // 32
 
 
-def lists(limit: Array, pre: Array, *, width: int, chunk: int, warps: int) -> list[Array]:
+def lists(
+    limit: Array, pre: Array, hot_words: Array | None, *, width: int, chunk: int, warps: int
+) -> list[Array]:
     """Active columns per row, and the rows that are too long to walk.
 
     Args:
       limit: (1,) int32; rows with more active columns are deferred, all rows when it is negative
         (then nothing is read or listed).
       pre: (M, F) pre-activations.
+      hot_words: (ceil(F / 32),) int32, bits of columns to leave out; None leaves none out.
       width: columns kept per row.
       chunk: columns per step.
       warps: warps per program.
@@ -122,7 +136,12 @@ def lists(limit: Array, pre: Array, *, width: int, chunk: int, warps: int) -> li
     tokens, features = pre.shape
     chunk = _list_chunk(features, chunk)
     return tl.pallas_call(
-        functools.partial(_lists_kernel, parts=_column_parts(features, chunk), width=width),
+        functools.partial(
+            _lists_kernel,
+            parts=_column_parts(features, chunk),
+            width=width,
+            split_hot=hot_words is not None,
+        ),
         name="gated_ffn_lists",
         grid=(tokens,),
         out_shape=[
@@ -135,12 +154,13 @@ def lists(limit: Array, pre: Array, *, width: int, chunk: int, warps: int) -> li
         num_warps=warps,
         num_stages=1,
         aliases={2: 3},
-    )(limit, pre, jnp.zeros((1,), jnp.int32))
+    )(limit, pre, jnp.zeros((1,), jnp.int32), *([] if hot_words is None else [hot_words]))
 
 
-def _walk_kernel(
-    limit_ref, nnz_ref, column_ref, value_ref, x_ref, up_ref, down_ref, y_ref, l1_ref, *saved, gated
-):
+def _walk_kernel(*refs, gated, based):
+    limit_ref, nnz_ref, column_ref, value_ref, x_ref, up_ref, down_ref = refs[:7]
+    base_ref = refs[7] if based else None
+    y_ref, l1_ref, *saved = refs[8 if based else 7 :]
     token = pl.program_id(0)
     parts = tl.split_width(x_ref.shape[1])
 
@@ -163,7 +183,8 @@ def _walk_kernel(
             following = jnp.where(k + 1 < nnz, following, neuron)
             h = value.astype(jnp.float32)
             if gated:
-                u = sum(jnp.sum(a * b) for a, b in zip(x, ups, strict=True))
+                products = [jnp.sum(a * b) for a, b in zip(x, ups, strict=True)]
+                u = sum(products[1:], products[0])
                 h *= u
                 for ref in saved:  # for the backward pass
                     ref[token, k] = u.astype(ref.dtype)
@@ -174,20 +195,34 @@ def _walk_kernel(
         *_, l1, y = lax.fori_loop(0, nnz, step, (first, first_value, jnp.float32(0), zeros))
         l1_ref[token] = l1
         for (o, s), part in zip(parts, y, strict=True):
+            if base_ref is not None:
+                part += base_ref[token, pl.ds(o, s)].astype(jnp.float32)
             value = part.astype(y_ref.dtype)
             tl.store(y_ref.at[token, pl.ds(o, s)], value, eviction_policy="evict_first")
 
 
 def walk(
-    limit, nnz, columns, values, x, up, down, *, gated: bool, warps: int, save_up: bool = False
+    limit: Array,
+    nnz: Array,
+    columns: Array,
+    values: Array,
+    x: Array,
+    up: Array,
+    down: Array,
+    base: Array | None,
+    *,
+    gated: bool,
+    warps: int,
+    save_up: bool = False,
 ) -> list[Array]:
     """y (M, D) and l1 (M,) of the rows that are not deferred; the others stay unwritten.
 
-    With `save_up` also x . up row of every entry, shaped like `columns`, in x's dtype.
+    `base` (M, D) is added to y before it rounds. With `save_up` also x . up row of every entry,
+    shaped like `columns`, in x's dtype.
     """
     saved = [jax.ShapeDtypeStruct(columns.shape, x.dtype)] if save_up and gated else []
     return tl.pallas_call(
-        functools.partial(_walk_kernel, gated=gated),
+        functools.partial(_walk_kernel, gated=gated, based=base is not None),
         name="gated_ffn_walk",
         grid=(x.shape[0],),
         out_shape=[
@@ -197,4 +232,4 @@ def walk(
         ],
         num_warps=warps,
         num_stages=1,
-    )(limit, nnz, columns, values, x, up, down)
+    )(limit, nnz, columns, values, x, up, down, *([] if base is None else [base]))

@@ -1,6 +1,7 @@
 """Weight gradients from lists by neuron: one warp per (segment of a neuron, slice of D).
 
-    dgate[n] = sum over n's tokens of dpre x[t],  dup[n] = sum of dup x[t],  ddown[n] = sum of h dy[t]
+    dgate[n] = sum over n's tokens t of dpre x[t],  dup[n] = sum of dup x[t],
+    ddown[n] = sum of h dy[t]
 
 Every program keeps its slice of the three sums in registers and streams rows of x and dy. Slices
 run in the outer order of the grid, so that the part of x and dy in use (16 MB at 16,384 tokens)
@@ -14,6 +15,7 @@ A neuron that never fires has an empty segment and gets zeros.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +30,14 @@ _COLUMNS = 256  # of D per program: 32 lanes of 8
 _REDUCERS = 512
 
 
-def _slice(width: int) -> tuple[Array, dict[str, Array]]:
+def _slice(width: int) -> tuple[Array, dict[str, Any]]:
     """This program's columns of D, and the mask where D does not fill them."""
     column = pl.program_id(1) * _COLUMNS + lax.broadcasted_iota(jnp.int32, (_COLUMNS,), 0)
     return column, {"mask": column < width} if width % _COLUMNS else {}
 
 
-def _load(ref, at, mask):
-    other = {"other": 0.0} if mask else {}
-    return tl.load(ref.at[at], **mask, **other).astype(jnp.float32)
+def _load(ref: Any, at: Any, mask: dict[str, Any]) -> Array:
+    return tl.load(ref.at[at], **mask).astype(jnp.float32)
 
 
 def _write(grad_refs, base_refs, neuron, column, mask, sums):
@@ -165,7 +166,7 @@ def weights(
       segment: most entries of one program, as in `lists`.
       unroll: entries per step.
     """
-    width, features = x.shape[1], lists.count.shape[0]
+    width, features = x.shape[1], lists.entries.shape[0]
     factors = [f for f in (entries.h, entries.dpre, entries.dup) if f is not None]
     grads, based = len(factors), bases is not None
     # A neuron with k > 1 segments has k - 1 extras and k slots.
@@ -182,7 +183,7 @@ def weights(
         num_warps=1,
         num_stages=1,
     )(
-        *[x, dy, entries.token, lists.count, lists.start, lists.extra, lists.slot],
+        *[x, dy, entries.token, lists.entries, lists.start, lists.extra, lists.slot],
         *[lists.totals, lists.owner, *factors, *(bases or [])],
     )
     return tl.pallas_call(
@@ -194,12 +195,12 @@ def weights(
         num_warps=1,
         num_stages=1,
         aliases={3 + i: i for i in range(grads)},
-    )(parts, lists.count, lists.slot, *sums, *(bases or []))
+    )(parts, lists.entries, lists.slot, *sums, *(bases or []))
 
 
 def bias(lists: NeuronLists, entries: Entries) -> Array:
     """(F,) float32: sum of dpre over each neuron's tokens."""
-    features = lists.count.shape[0]
+    features = lists.entries.shape[0]
     [result] = tl.pallas_call(
         functools.partial(_bias_kernel, chunk=128),
         name="gated_ffn_grad_bias",
@@ -207,5 +208,5 @@ def bias(lists: NeuronLists, entries: Entries) -> Array:
         out_shape=[jax.ShapeDtypeStruct((features,), jnp.float32)],
         num_warps=1,
         num_stages=1,
-    )(lists.count, lists.start, entries.dpre)
+    )(lists.entries, lists.start, entries.dpre)
     return result

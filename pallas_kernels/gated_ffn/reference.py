@@ -13,7 +13,7 @@ part and l1 run in float32; h rounds to x's dtype before the down projection.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,9 +67,7 @@ def _activation_and_slope(name: str, pre: Array) -> tuple[Array, Array]:
 def forward(x, gate, up, down, gate_bias, *, activation: str, count_neurons: bool):
     """h = act(x gate^T + b) * (x up^T); returns (FFNOutput, Residuals)."""
     pre, up_out = pre_activations(x, gate, up, gate_bias)
-    output = after_gate(
-        x, pre, up_out, down, activation=activation, count_neurons=count_neurons
-    )
+    output = after_gate(x, pre, up_out, down, activation=activation, count_neurons=count_neurons)
     return output, Residuals(x, gate, up, down, gate_bias, pre, up_out)
 
 
@@ -109,7 +107,7 @@ def backward(
     dh = jnp.einsum("...d,fd->...f", dy, down).astype(jnp.float32)
     dh = dh + dl1[..., None] * jnp.sign(h)
     tokens = tuple(range(x.ndim - 1))
-    sums = {"preferred_element_type": weight_dtype or dtype}
+    sums: dict[str, Any] = {"preferred_element_type": weight_dtype or dtype}
     ddown = jnp.einsum("...f,...d->fd", h.astype(dtype), dy, **sums)
     if gate is None or u is None:
         dpre = (dh * slope).astype(dtype)

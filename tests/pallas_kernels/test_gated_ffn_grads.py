@@ -1,0 +1,203 @@
+"""Gradients of the triton engine in interpret mode, on every way through it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import FFNConfig, gated_ffn
+from pallas_kernels.gated_ffn import pallas_triton, pallas_triton_plan
+from pallas_kernels.gated_ffn.pallas_triton_backward import Residuals
+from pallas_kernels.testing import assert_as_exact_as_dense, assert_close, ffn_inputs
+from pallas_kernels.tuning import MatmulTile
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+TILE = MatmulTile(16, 32, 16, warps=4, stages=2, group=2)
+CONFIG = FFNConfig(
+    decode_tokens=0,
+    choose_tokens=8,
+    hot_neurons=16,
+    list_width=32,
+    walk_limit=25,
+    list_chunk=64,
+    tail_up=TILE,
+    tail_down=TILE,
+    grad_segment=4,
+    grad_rows=4,
+)
+TOKENS, WIDTH, FEATURES = 40, 48, 97
+HOT = jnp.array([3, 40, 41, 96])
+
+
+@pytest.fixture(autouse=True)
+def small_is_worth_it(monkeypatch):
+    """At these sizes the real costs would make every call dense: here that pays from 30 entries."""
+    costs = pallas_triton_plan.Costs(entry=1.0, row=0.0, dense_row=30.0, hot_row=0.5, fixed=0.0)
+    monkeypatch.setattr(pallas_triton_plan, "costs", lambda *_, **__: costs)
+
+
+def loss(inputs, weights, implementation, gated, config):
+    gate_bias, rest = inputs["gate_bias"], {k: inputs[k] for k in inputs if k != "gate_bias"}
+    rest["gate"] = rest["gate"] if gated else None
+    out = gated_ffn(**rest, gate_bias=gate_bias, implementation=implementation, config=config)
+    dy, dl1 = weights
+    value = jnp.sum(dy * out.y.astype(jnp.float32)) + jnp.sum(dl1 * out.l1)
+    return value, (out.nnz, out.sparse)
+
+
+@functools.cache
+def gradients(implementation, gated=True, config=CONFIG):
+    """One compiled function for all patterns: interpret mode compiles slowly."""
+    return jax.jit(
+        lambda inputs, weights: jax.grad(loss, has_aux=True)(
+            inputs, weights, implementation, gated, config
+        )
+    )
+
+
+def cotangents(inputs):
+    rng = np.random.default_rng(1)
+    x = inputs["x"]
+    dy, dl1 = rng.standard_normal(x.shape), 0.1 * rng.standard_normal(x.shape[:-1])
+    return jnp.asarray(dy, jnp.float32), jnp.asarray(dl1, jnp.float32)
+
+
+def check(inputs, gated=True):
+    """Runs both engines; returns (which way: 0 dense or 1 sparse, active neurons per token)."""
+    weights = cotangents(inputs)
+    with pallas_kernels.interpret():
+        got, (nnz, sparse) = gradients("triton", gated)(inputs, weights)
+    expected, (dense_nnz, _) = gradients("xla", gated, None)(inputs, weights)
+    np.testing.assert_array_equal(np.array(nnz), np.array(dense_nnz))
+    names = [name for name in expected if gated or name != "gate"]
+    if inputs["x"].dtype == jnp.float32:
+        for name in names:
+            assert_close(got[name], expected[name])
+    else:
+        wide = {k: v.astype(jnp.float32) for k, v in inputs.items()}
+        truth, _ = gradients("xla", gated, None)(wide, weights)
+        for name in names:
+            assert_as_exact_as_dense(got[name], expected[name], truth[name], factor=1.2)
+    return int(sparse), np.array(nnz)
+
+
+def quiet(inputs, threshold):
+    """No long rows: every token has the same threshold."""
+    return inputs | {"x": inputs["x"].at[:, 0].set(threshold)}
+
+
+def heat(inputs):
+    """A few neurons that fire nearly always."""
+    return inputs | {"gate_bias": inputs["gate_bias"].at[HOT].add(3.0)}
+
+
+def plan(inputs):
+    pre = inputs["x"] @ inputs["gate"].T + inputs["gate_bias"]
+    with pallas_kernels.interpret():
+        return pallas_triton_plan.plan(pre, WIDTH, CONFIG, training=True)
+
+
+def test_all_ways_of_one_program():
+    inputs = ffn_inputs(TOKENS, WIDTH, FEATURES, rate=0.05)
+    # Lists alone; neurons of several segments (4 entries each) and of none.
+    few = quiet(inputs, -1.8)
+    sparse, nnz = check(few)
+    assert sparse == 1
+    assert nnz.max() <= 25
+    fired = np.array((few["x"] @ few["gate"].T + few["gate_bias"] > 0).sum(0))
+    assert (fired == 0).any()
+    assert (fired > 4).any()
+    # Long rows beside short and empty ones.
+    sparse, nnz = check(inputs)
+    assert sparse == 1
+    assert (nnz > 25).any()
+    assert nnz[0] == 0
+    # Hot neurons apart, without and with long rows.
+    for hot in (heat(few), heat(inputs)):
+        made = plan(hot)
+        assert int(made.way) == pallas_triton_plan.HOT
+        assert set(np.array(HOT)) <= set(np.array(made.hot))
+        assert check(hot)[0] == 1
+    # Nothing fires; everything fires, and the call turns dense.
+    sparse, nnz = check(quiet(inputs, -50.0))
+    assert (sparse, nnz.max()) == (1, 0)
+    sparse, nnz = check(quiet(inputs, 50.0))
+    assert (sparse, nnz.min()) == (0, FEATURES)
+
+
+def test_same_bits_twice_and_nan_reaches_every_gradient_it_should():
+    inputs = heat(ffn_inputs(TOKENS, WIDTH, FEATURES, rate=0.05))
+    weights = cotangents(inputs)
+    with pallas_kernels.interpret():
+        first, second = (gradients("triton", True)(inputs, weights)[0] for _ in range(2))
+        for name, gradient in first.items():
+            np.testing.assert_array_equal(np.array(gradient), np.array(second[name]))
+        spoiled = inputs | {"x": inputs["x"].at[5, 3].set(jnp.nan)}
+        got, (nnz, _) = gradients("triton", True)(spoiled, weights)
+    # A NaN token makes all its neurons active: it is a long row, and reaches all weights.
+    assert nnz[5] == FEATURES
+    for name in ("gate", "up", "down"):
+        assert np.isnan(np.array(got[name])).any(axis=1).all()
+    finite = np.isfinite(np.array(got["x"]))
+    assert not finite[5].any()
+    assert finite[np.arange(TOKENS) != 5].all()
+
+
+def test_not_gated_bfloat16_leading_dimensions():
+    inputs = heat(ffn_inputs(TOKENS, 32, 97, dtype=jnp.bfloat16, rate=0.05))
+    inputs = inputs | {"up": inputs["gate"], "x": inputs["x"].reshape(4, 10, 32)}
+    assert check(inputs, gated=False)[0] == 1
+
+
+def test_vmap_over_experts_remat_and_accumulation():
+    config = FFNConfig(
+        decode_tokens=0, choice="sparse", list_width=32, list_chunk=32, tail_up=TILE, tail_down=TILE
+    )
+    experts = [ffn_inputs(12, 32, 33, rate=0.05) for _ in range(2)]
+    experts[1] = experts[1] | {"x": quiet(experts[1], -2.0)["x"] * 0.5}
+    stacked = {k: jnp.stack([e[k] for e in experts]) for k in experts[0]}
+    weights = cotangents(stacked)
+
+    def total(inputs, implementation):
+        def micro(part):  # one half of the tokens of every expert, recomputed in its backward pass
+            each = jax.checkpoint(lambda i, w: loss(i, w, implementation, True, config))
+            half = slice(6 * part, 6 * part + 6)
+            cut = inputs | {"x": inputs["x"][:, half]}
+            return jnp.sum(jax.vmap(each)(cut, tuple(w[:, half] for w in weights))[0])
+
+        return micro(0) + micro(1)
+
+    with pallas_kernels.interpret():
+        got = jax.jit(jax.grad(functools.partial(total, implementation="triton")))(stacked)
+    expected = jax.grad(functools.partial(total, implementation="xla"))(stacked)
+    for name, gradient in expected.items():
+        assert_close(got[name], gradient)
+
+
+def test_residuals_are_x_and_lists():
+    """Bytes of what the backward pass keeps, beside x and the weights, which exist anyway."""
+
+    def kept(config, dtype=jnp.bfloat16):
+        tokens, width, features = 4096, 2048, 5632
+        x = jax.ShapeDtypeStruct((tokens, width), dtype)
+        w = jax.ShapeDtypeStruct((features, width), dtype)
+
+        def forward(x, gate, up, down):
+            return pallas_triton.forward(
+                *(x, gate, up, down, None), count_neurons=False, config=config, training=True
+            )[1]
+
+        with pallas_kernels.interpret():
+            saved = jax.eval_shape(forward, x, w, w, w)
+        assert isinstance(saved, Residuals)
+        extra = saved._replace(x=None, gate=None, up=None, down=None)
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(extra)) / tokens
+
+    compact = kept(None)
+    # 256 entries and 32 spare of 4 + 2 + 2 bytes, one count, and the plan.
+    assert compact == pytest.approx(288 * 8 + 4, abs=1)
+    assert kept(FFNConfig(residuals="full")) == pytest.approx(compact + 4 * 5632, abs=1)
