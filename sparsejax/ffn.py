@@ -13,6 +13,7 @@ added over `tensor`, weight gradients over the batch axes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -22,7 +23,7 @@ from jax import Array, lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import FFNOutput, gated_ffn
+from pallas_kernels import FFNOutput, dispatch, gated_ffn
 from pallas_kernels.gated_ffn.api import engine
 from sparsejax.sharding import BATCH_AXES, constrain
 from sparsejax.types import Hidden
@@ -60,13 +61,11 @@ def ffn(
     options = {"activation": activation, "count_neurons": count_neurons}
     split = _split(x, up)
     if split is None or _engine(split, x, gate, up, activation, implementation) != "triton":
-        out = gated_ffn(
-            x, gate, up, down, gate_bias=gate_bias, implementation=implementation, **options
-        )
+        out = _once(x, gate, up, down, gate_bias, implementation=implementation, **options)
         return dataclasses.replace(out, sparse=_share(out))
 
     def local(x, gate, up, down, gate_bias):
-        out = gated_ffn(x, gate, up, down, gate_bias=gate_bias, implementation="triton", **options)
+        out = _once(x, gate, up, down, gate_bias, implementation="triton", **options)
         out = dataclasses.replace(out, sparse=_share(out))
         return jax.tree.map(lambda a: a[None], out)
 
@@ -98,6 +97,23 @@ def ffn(
         neuron_nnz=None if fired is None else constrain(lax.reduce_sum(fired, (0,)), neurons),
         sparse=jnp.mean(out.sparse),
     )
+
+
+def _once(x, gate, up, down, gate_bias, **options) -> FFNOutput:
+    """`gated_ffn`, traced and lowered once for all layers of equal shapes.
+
+    The kernels are worth a second or two of Python per layer; a jitted function inside a program is
+    one function that every layer calls.
+    """
+    return _jitted(x, gate, up, down, gate_bias, interpret=dispatch.interpreting(), **options)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("activation", "implementation", "count_neurons", "interpret")
+)
+def _jitted(x, gate, up, down, gate_bias, *, interpret: bool, **options) -> FFNOutput:
+    del interpret  # part of the key under which a trace is kept
+    return gated_ffn(x, gate, up, down, gate_bias=gate_bias, **options)
 
 
 def _split(x: Array, up: Array) -> _Split | None:

@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels import UnsupportedError, gated_ffn
-from pallas_kernels.testing import assert_close, ffn_inputs
+from pallas_kernels.testing import assert_close, assert_kernels, ffn_inputs
 from sparsejax import MeshConfig, make_mesh
 from sparsejax.ffn import ffn
+from sparsejax.sharding import AXES
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
@@ -125,6 +126,31 @@ def test_inside_a_shard_map_of_the_callers():
     _, expected = dense(inputs)
     assert_close(y, expected.y)
     np.testing.assert_array_equal(nnz, expected.nnz)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 4), ()], ids=["mesh", "one device"])
+def test_layers_of_equal_shapes_share_lowered_kernels(sizes):
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    kinds = (AxisType.Auto,) * len(sizes)
+    mesh = AbstractMesh(sizes, AXES[: len(sizes)], axis_types=kinds, abstract_device=device)
+    x = jax.ShapeDtypeStruct((4, 64, 32), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
+
+    def text(layers):
+        def loss(x, w):
+            for _ in range(layers):
+                x = x + ffn(x, w, w, w, implementation="triton", count_neurons=True).y
+            return jnp.sum(x.astype(jnp.float32))
+
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(x, w)
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    # The first and the last layer may differ in what their gradients need; no other does.
+    three, five = text(3), text(5)
+    assert_kernels(three, "gated_ffn_lists", "gated_ffn_walk")
+    for name in set(re.findall(r'name = "(gated_ffn\w+)"', three)):
+        assert five.count(f'name = "{name}"') == three.count(f'name = "{name}"'), name
 
 
 def test_an_engine_that_cannot_run_says_why():
