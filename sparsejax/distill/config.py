@@ -11,6 +11,7 @@ import tyro
 from sparsejax.distill.objective import Distillation, DistillLoss, make_distillation
 from sparsejax.distill.teacher import load_teacher
 from sparsejax.training.config import TrainConfig
+from sparsejax.training.initial import initial_tokenizer, tokenizer_difference
 from sparsejax.training.loop import train
 from sparsejax.training.optimizer import OptimizerConfig
 from sparsejax.training.run import Run, say
@@ -60,6 +61,9 @@ class MaybeTaught(TrainConfig):
         say(f"reading the teacher from {self.teacher}")
         dtype = self.teacher_dtype or run.model.dtype
         teacher = load_teacher(self.teacher, run.mesh, dtype, step=self.teacher_step)
+        read_by = initial_tokenizer(self.teacher)
+        if line := tokenizer_difference(run.source.tokenizer, read_by):
+            say(f"note: the teacher is of another tokenizer than the data (data vs it): {line}")
         pairs = None if self.layer_map is None else [None if t < 0 else t for t in self.layer_map]
         return make_distillation(
             run.model,

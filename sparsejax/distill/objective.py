@@ -239,8 +239,11 @@ def make_distillation(
 def _run_teacher(
     config: ModelConfig, params: Params, batch: Batch, options: Options
 ) -> ModelOutput:
-    """Its forward pass: nothing is counted and, without a gradient, nothing is kept for one."""
-    options = dataclasses.replace(options, count_neurons=False, remat="none")
+    """Its forward pass: nothing is counted and, without a gradient, nothing is kept for one.
+
+    An engine asked for is the student's; a dense teacher may not run on it.
+    """
+    options = dataclasses.replace(options, implementation=None, count_neurons=False, remat="none")
     return run_model(config, params, batch, options)
 
 

@@ -28,12 +28,13 @@ from sparsejax.analysis import (
     plots,
 )
 from sparsejax.convert import save_run
+from sparsejax.data import HFTokenizer
 from sparsejax.distill.config import DistillConfig
 from sparsejax.shrink.config import ShrinkConfig
 from sparsejax.shrink.measure import measure
 from sparsejax.shrink.plan import make_plan, read_selection
 from sparsejax.training.evaluate import to_device
-from sparsejax.training.initial import initial_config, initial_params
+from sparsejax.training.initial import initial_config, initial_params, initial_tokenizer
 from sparsejax.training.run import Run, prepare, say
 from sparsejax.training.stages import run_stage, train_stage
 
@@ -148,7 +149,10 @@ def _cut(
         groups = [tuple(group) for group in plan["groups"]]
         norm: Any = config.fusing.fuse_norm
         model, params = surgery.fuse_ffns(model, params, groups, norm, donate=True)
-        save_run(folder / "model", model, params)
+        assert config.workdir is not None
+        tokenizer = initial_tokenizer(config.workdir)
+        known = tokenizer if isinstance(tokenizer, HFTokenizer) else None
+        save_run(folder / "model", model, params, known)
         return {"config": model.to_dict()}
 
     run_stage(folder, {"plan": plan, "norm": config.fusing.fuse_norm}, work)

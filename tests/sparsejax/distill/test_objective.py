@@ -101,6 +101,25 @@ def test_microbatches_add_up(whole, cut, expected):
     assert_is_expected(cut, *update(whole, cut, one_device(), accumulate=4), expected)
 
 
+def test_half_precision(whole, cut, expected):
+    """Both models in bfloat16: losses to its rounding, gradients for float32 parameters."""
+    half = (
+        whole[0].replace(dtype="bfloat16"),
+        jax.tree.map(lambda x: x.astype("bfloat16"), whole[1]),
+    )
+    student = cut[0].replace(dtype="bfloat16"), cut[1]
+    params, metrics = update(half, student, one_device())
+    np.testing.assert_allclose(metrics["kl"], expected[1][0], rtol=0.03)
+    np.testing.assert_allclose(metrics["cosine"], expected[1][2].sum(), rtol=0.03)
+    for path, want in flatten(expected[2]).items():
+        got = np.asarray(flatten(cut[1])[path]) - flatten(params)[path]
+        assert got.dtype == np.float32
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert error < 0.05, (path, error)
+    _, blocks = update(half, student, one_device(), DistillLoss(blocks=True))
+    assert np.isfinite(blocks["error_per_layer"]).all() and blocks["error_per_layer"][1] < 1e-3
+
+
 def test_held_out_divergence(whole, cut, expected):
     made = objective(whole, cut, one_device())
     step = make_eval_step(cut[0], 100, Options(), one_device(), made)
