@@ -70,10 +70,8 @@ class PowerMeter:
             nvml = importlib.import_module("pynvml")
         except ImportError:
             return "the package nvidia-ml-py is not installed"
-        nvml.nvmlInit()
         name = _nvml_name(jax.local_devices()[0].local_hardware_id) if device is None else device
         by = "UUID" if isinstance(name, str) else "Index"
-        handle = getattr(nvml, f"nvmlDeviceGetHandleBy{by}")(name)
         instant = getattr(nvml, "NVML_FI_DEV_POWER_INSTANT", None)
 
         def read() -> float:
@@ -83,7 +81,12 @@ class PowerMeter:
                     return field.value.uiVal / 1e3
             return nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
 
-        read()
+        try:
+            nvml.nvmlInit()
+            handle = getattr(nvml, f"nvmlDeviceGetHandleBy{by}")(name)
+            read()
+        except nvml.NVMLError as error:
+            return f"NVML: {error}"
         self._read = read
         return None
 

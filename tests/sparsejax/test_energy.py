@@ -26,6 +26,7 @@ def fake_nvml(instant: bool) -> types.ModuleType:
     reading = types.SimpleNamespace(nvmlReturn=0, value=types.SimpleNamespace(uiVal=500_000))
     names = {
         "NVML_SUCCESS": 0,
+        "NVMLError": RuntimeError,
         "nvmlInit": lambda: None,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetPowerUsage": lambda handle: 200_000,
@@ -65,3 +66,11 @@ def test_without_a_card_there_is_a_reason(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert PowerMeter().reason == "the package nvidia-ml-py is not installed"
+    broken = fake_nvml(instant=True)
+
+    def init():
+        raise RuntimeError("library not found")
+
+    broken.nvmlInit = init
+    monkeypatch.setitem(sys.modules, "pynvml", broken)
+    assert PowerMeter(device=0).reason == "NVML: library not found"
