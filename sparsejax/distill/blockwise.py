@@ -47,9 +47,13 @@ def choose_blocks(
     """The blocks that hold these student layers; None takes all that have parameters.
 
     Raises:
-      ValueError: an unknown layer, or one in a block without parameters.
+      ValueError: an unknown layer, one in a block without parameters, or nothing to train.
     """
     blocks = [b for b in blocks_of(layer_map) if any(_holds(config, i) for i in b)]
+    if layers is None and not blocks:
+        raise ValueError(
+            "no layer of the student has parameters that could be trained on their own"
+        )
     if layers is None:
         return tuple(blocks)
     known = {i for block in blocks for i in block}

@@ -50,6 +50,12 @@ class DistillLoss:
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
         if not any(getattr(self, name) for name in weights):
             raise ValueError(f"one of {', '.join(weights)} must be positive: all are 0")
+        plain = DistillLoss.kl_weight, DistillLoss.cosine_weight, DistillLoss.lm_weight
+        if self.blocks and tuple(getattr(self, name) for name in weights) != plain:
+            raise ValueError(
+                "with blocks the loss is the error of the blocks alone: kl_weight, cosine_weight "
+                "and lm_weight have no meaning; leave them out"
+            )
         if self.block_layers is not None and not self.blocks:
             raise ValueError("block_layers has no meaning without blocks; pass --blocks too")
 
@@ -167,10 +173,15 @@ class BlockDistillation(Distillation):
         """Of layers that did not run: nothing active, and no neuron counted as dead."""
         none, zeros = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
         layers = self.student.ffn_layers
+
+        def stacked(values: list[Array], dtype: str, *each: int) -> Array:
+            return jnp.stack(values) if values else jnp.zeros((0, *each), dtype)
+
+        sparse = [found[i].sparse if i in found else jnp.float32(0) for i in layers]
         return FFNStats(
-            l1=jnp.stack([found[i].l1 if i in found else zeros for i in layers]),
-            nnz=jnp.stack([found[i].nnz if i in found else none for i in layers]),
-            sparse=jnp.stack([found[i].sparse if i in found else jnp.float32(0) for i in layers]),
+            l1=stacked([found[i].l1 if i in found else zeros for i in layers], "float32", *shape),
+            nnz=stacked([found[i].nnz if i in found else none for i in layers], "int32", *shape),
+            sparse=stacked(sparse, "float32"),
             neuron_nnz=tuple(
                 found[i].neuron_nnz if i in found else jnp.ones((_width(self.student, i),), "int32")
                 for i in self.student.sparse_layers

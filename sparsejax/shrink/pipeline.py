@@ -33,10 +33,17 @@ from sparsejax.distill.config import DistillConfig
 from sparsejax.shrink.config import ShrinkConfig
 from sparsejax.shrink.measure import measure
 from sparsejax.shrink.plan import make_plan, read_selection
+from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.evaluate import to_device
-from sparsejax.training.initial import initial_config, initial_params, initial_tokenizer
+from sparsejax.training.initial import (
+    folder_kind,
+    initial_config,
+    initial_params,
+    initial_tokenizer,
+)
 from sparsejax.training.run import Run, prepare, say
 from sparsejax.training.stages import run_stage, train_stage
+from sparsejax.training.workdir import Workdir
 
 # Settings that the analysis depends on; those of later stages are theirs alone.
 _TEXT = ("data", "batch_size", "seq_len", "seed", "mask_documents")
@@ -55,6 +62,7 @@ def shrink(config: ShrinkConfig) -> dict[str, Any]:
     out, source = config.out, config.workdir
     run = prepare(config.training(init_from=source, workdir=out))
     about = {"model": str(source), "config": initial_config(source).to_dict()}
+    about["step"] = _newest_step(source)
     about |= {name: getattr(config, name) for name in _TEXT}
     with jax.set_mesh(run.mesh):
         _analyse(config, run, out / "1_analyse", about)
@@ -185,6 +193,14 @@ def _report(
         return report
 
     return run_stage(folder, settings, work)
+
+
+def _newest_step(source: Path) -> int | None:
+    """So that a run that is trained on is not taken for the one that was analysed."""
+    if folder_kind(source) != "run":
+        return None
+    with Checkpointer(Workdir(source).checkpoints) as checkpointer:
+        return checkpointer.latest_step()
 
 
 def _params(config: ShrinkConfig, run: Run) -> Any:

@@ -30,7 +30,9 @@ def _plot_loss(rows: list[Row], steps: list[int], path: Path, unit: str) -> Path
             plain = False
     label = "cross-entropy + L1 term" if plain else "loss"
     axes.plot(steps, [row["loss"] for row in rows], label=label, ls="--", lw=1)
-    axes.set(xlabel="step", ylabel=f"nats per {unit}", title="Training loss")
+    nats = not any("error" in row for row in rows)
+    ylabel = f"nats per {unit}" if nats else "relative error"
+    axes.set(xlabel="step", ylabel=ylabel, title="Training loss")
     return _save(figure, axes, path)
 
 

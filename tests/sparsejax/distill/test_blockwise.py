@@ -140,3 +140,5 @@ def test_choosing_blocks():
     assert choose_blocks(config, layer_map, [3, 0]) == ((0,), (3,))
     with pytest.raises(ValueError, match=r"student layer 1, .* are \[0, 2, 3\]"):
         choose_blocks(config, layer_map, [1])
+    with pytest.raises(ValueError, match="no layer of the student has parameters"):
+        choose_blocks(config.replace(layers=config.layers[1:2]), (0,), None)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from sparsejax import MeshConfig, Options, apply, forward, make_mesh
+from sparsejax import MeshConfig, Options, apply, forward, make_mesh, surgery
 from sparsejax.distill import DistillLoss, Teacher, make_distillation
 from sparsejax.distill.teacher import load_teacher
 from sparsejax.params import flatten
@@ -160,6 +160,12 @@ def test_blocks_on_a_mesh_and_in_microbatches(whole, cut):
     np.testing.assert_allclose(micro["loss"], want["loss"], rtol=2e-5)
 
 
+def test_blocks_of_a_student_without_feed_forward_parts(whole):
+    student = surgery.remove_ffn(*whole, [0, 1, 2])
+    _, metrics = update(whole, student, one_device(), DistillLoss(blocks=True))
+    assert metrics["error_per_layer"].shape == (3,) and metrics["nnz_per_layer"].shape == (0,)
+
+
 def other(model, **changes):
     return model[0].replace(**changes), model[1]
 
@@ -192,6 +198,7 @@ def test_logits_alone_need_neither_width_nor_pairing(whole, cut):
         ({"cosine_weight": float("inf")}, "cosine_weight must be finite"),
         ({"kl_weight": 0.0, "cosine_weight": 0.0}, "must be positive: all are 0"),
         ({"block_layers": (1,)}, "no meaning without blocks"),
+        ({"blocks": True, "lm_weight": 0.5}, "with blocks the loss is the error"),
     ],
 )
 def test_wrong_weights(change, message):
