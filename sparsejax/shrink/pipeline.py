@@ -43,7 +43,7 @@ from sparsejax.training.initial import (
 )
 from sparsejax.training.run import Run, prepare, say
 from sparsejax.training.stages import run_stage, train_stage
-from sparsejax.training.workdir import Workdir
+from sparsejax.training.workdir import Workdir, WorkdirLock
 
 # Settings that the analysis depends on; those of later stages are theirs alone.
 _TEXT = ("data", "batch_size", "seq_len", "seed", "mask_documents")
@@ -57,10 +57,15 @@ def shrink(config: ShrinkConfig) -> dict[str, Any]:
         cannot be kept.
       FileNotFoundError: no model.
       StageStoppedError: a signal ended the recovery; the same call goes on with it.
+      WorkdirInUseError: another call works in `out`.
     """
     assert config.workdir is not None and config.out is not None
-    out, source = config.out, config.workdir
-    run = prepare(config.training(init_from=source, workdir=out))
+    run = prepare(config.training(init_from=config.workdir, workdir=config.out))
+    with WorkdirLock(config.out):
+        return _stages(config, run, config.out, config.workdir)
+
+
+def _stages(config: ShrinkConfig, run: Run, out: Path, source: Path) -> dict[str, Any]:
     about = {"model": str(source), "config": initial_config(source).to_dict()}
     about["step"] = _newest_step(source)
     about |= {name: getattr(config, name) for name in _TEXT}

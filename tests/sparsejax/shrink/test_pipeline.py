@@ -13,6 +13,7 @@ from sparsejax.params import count, flatten
 from sparsejax.shrink import Fusing, ShrinkConfig, shrink, table
 from sparsejax.training.optimizer import OptimizerConfig
 from sparsejax.training.stages import StageStoppedError
+from sparsejax.training.workdir import WorkdirInUseError, WorkdirLock
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -50,7 +51,7 @@ def done(source, one_device, tmp_path_factory):
 def test_stages_leave_what_they_say(done):
     run, report = done
     assert {p.name for p in run.out.iterdir()} == {
-        "1_analyse", "2_select", "3_cut", "4_recover", "5_report",
+        ".lock", "1_analyse", "2_select", "3_cut", "4_recover", "5_report",
     }  # fmt: skip
     made = {p.name for p in (run.out / "1_analyse").iterdir()}
     assert made >= {"scores.npz", "dependency.csv", "scores.png", "dependency.png"}
@@ -125,6 +126,11 @@ def test_a_cut_that_was_interrupted_is_made_again(done, tmp_path):
     assert shrink(run) == report
     for path, leaf in flatten(load_run(cut / "model")[1]).items():
         np.testing.assert_array_equal(leaf, before[path], err_msg=path)
+
+
+def test_two_calls_in_one_folder_do_not_mix(done):
+    with WorkdirLock(done[0].out), pytest.raises(WorkdirInUseError, match="in use by another"):
+        shrink(done[0])
 
 
 def test_wrong_settings(source, tmp_path):
