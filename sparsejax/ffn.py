@@ -24,7 +24,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import FFNOutput, dispatch, gated_ffn
-from pallas_kernels.gated_ffn.api import engine
+from pallas_kernels.gated_ffn.api import Residuals, engine
 from sparsejax.sharding import BATCH_AXES, constrain
 from sparsejax.types import Hidden
 
@@ -48,6 +48,7 @@ def ffn(
     activation: str = "relu",
     implementation: str | None = None,
     count_neurons: bool = False,
+    residuals: Residuals | None = None,
 ) -> FFNOutput:
     """`gated_ffn` of x (B, T, D), with `jax.shard_map` around the sparse engine on a mesh.
 
@@ -58,7 +59,8 @@ def ffn(
 
     Args and errors as `gated_ffn`. `sparse` is float32 here: the share of devices that ran sparse.
     """
-    options = {"activation": activation, "count_neurons": count_neurons}
+    options: dict[str, Any] = {"activation": activation, "count_neurons": count_neurons}
+    options["residuals"] = residuals
     split = _split(x, up)
     if split is None or _engine(split, x, gate, up, activation, implementation) != "triton":
         out = _once(x, gate, up, down, gate_bias, implementation=implementation, **options)

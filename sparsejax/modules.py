@@ -18,7 +18,7 @@ from pallas_kernels import FFNOutput
 from sparsejax import rope
 from sparsejax.attention import Cache, LayerCache, cached_attention, causal_attention
 from sparsejax.config import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
-from sparsejax.ffn import ffn
+from sparsejax.ffn import Residuals, ffn
 from sparsejax.params import leaf_initializer
 from sparsejax.sharding import BATCH_AXES, constrain, gather_fsdp
 from sparsejax.types import Hidden
@@ -39,6 +39,8 @@ class Options:
     Attributes:
       implementation: engine of `gated_ffn`, None to choose.
       remat: "none", "dots" or "full", see `REMAT_POLICIES`.
+      residuals: what the sparse engine keeps for its backward pass, see `gated_ffn`; None takes
+        "compact" without rematerialisation and "full" with it, where they live for one layer only.
       count_neurons: also count the tokens on which each neuron of a ReLU layer fires.
       fresh_cache: the cache given is empty, so a prompt need not read it (prefill).
       capture_hidden: also return the residual stream between layers (`ModelOutput.hidden_states`).
@@ -46,6 +48,7 @@ class Options:
 
     implementation: str | None = None
     remat: str = "none"
+    residuals: Residuals | None = None
     count_neurons: bool = False
     fresh_cache: bool = False
     capture_hidden: bool = False
@@ -53,6 +56,10 @@ class Options:
     def __post_init__(self):
         if self.remat not in REMAT_POLICIES:
             raise ValueError(f"remat must be one of {list(REMAT_POLICIES)}, got {self.remat!r}")
+
+    def residuals_or_default(self) -> Residuals:
+        """What the sparse engine keeps."""
+        return self.residuals or ("compact" if self.remat == "none" else "full")
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -146,6 +153,7 @@ class FFN(_Module):
             activation=f.activation,
             implementation=self.options.implementation,
             count_neurons=self.options.count_neurons and f.activation == "relu",
+            residuals=self.options.residuals_or_default(),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from pallas_kernels.gated_ffn import pallas_triton, reference
 from pallas_kernels.gated_ffn.config import FFNConfig
 from pallas_kernels.gated_ffn.output import ACTIVATIONS, FFNOutput
 
+Residuals = Literal["compact", "full"]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
@@ -23,7 +26,7 @@ class _Call:
     engine: str
     activation: str
     count_neurons: bool
-    config: FFNConfig | None
+    config: FFNConfig
 
 
 def gated_ffn(
@@ -37,6 +40,7 @@ def gated_ffn(
     implementation: str | None = None,
     config: FFNConfig | None = None,
     count_neurons: bool = False,
+    residuals: Residuals | None = None,
 ) -> FFNOutput:
     """y = h down with h = act(x gate^T + gate_bias) * (x up^T), for x (..., D) and weights (F, D).
 
@@ -57,11 +61,14 @@ def gated_ffn(
       down: (F, D), dtype of x.
       gate_bias: optional (F,), dtype of x, added to the pre-activation.
       activation: "relu" (sparse) or "silu" / "gelu" (dense engine only).
-      implementation: "xla" (dense; also what None takes, until the sparse engine is measured to win
-        on its own) or "triton" (on CUDA; sparse or dense on the device's own count, forward and
-        backward). Arrays sharded over a mesh belong in `jax.shard_map` with "triton": nothing
-        partitions the kernels.
+      implementation: "xla" (dense), "triton" (on CUDA; dense or sparse on the device's own count,
+        forward and backward), or None, which takes "triton" where it was measured to pay: bfloat16,
+        from 4,096 tokens and from D = 1,536 and F = 4,096 on. Arrays sharded over a mesh belong in
+        `jax.shard_map` with "triton": nothing partitions the kernels.
       config: launch configuration of the triton engine; None takes its tuned default.
+      residuals: what the triton engine keeps for its backward pass: "compact" (x and the lists, a
+        tenth of what the dense engine keeps), or "full" (both projections too: a call that turned
+        out dense then need not compute them again, 9 matmuls instead of 11); None takes `config`'s.
       count_neurons: also return `neuron_nnz`, the number of tokens on which each neuron fires.
 
     Returns:
@@ -73,8 +80,10 @@ def gated_ffn(
 
     Source: gated ReLU feed-forward with L1, arXiv 2603.23198; GLU variants, arXiv 2002.05202.
     """
-    _validate(x, gate, up, down, gate_bias, activation)
+    _validate(x, gate, up, down, gate_bias, activation, residuals)
     chosen = engine(x, gate, up, activation, implementation)
+    config = config or configs.default(x.shape[-1], up.shape[0], x.dtype.itemsize)
+    config = dataclasses.replace(config, residuals=residuals or config.residuals)
     call = _Call(chosen, activation, count_neurons, config)
     return _gated_ffn(call, x, gate, up, down, gate_bias)
 
@@ -89,8 +98,10 @@ def engine(x, gate, up, activation: str = "relu", implementation: str | None = N
       UnsupportedError: the requested implementation cannot run this call.
     """
     del gate
-    reasons = {"xla": None, "triton": pallas_triton.unsupported(x, up, activation)}
-    return dispatch.select("gated_ffn", implementation, reasons)
+    reason = pallas_triton.unsupported(x, up, activation)
+    if implementation is None and (reason is not None or not pallas_triton.pays(x, up)):
+        return "xla"
+    return dispatch.select("gated_ffn", implementation, {"triton": reason, "xla": None})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -119,16 +130,19 @@ def _backward(call: _Call, residuals, cotangent: FFNOutput):
     dy, dl1 = cotangent.y, cotangent.l1
     if call.engine == "xla":
         return reference.backward(residuals, dy, dl1, activation=call.activation)
-    (features, width), itemsize = residuals.up.shape, residuals.up.dtype.itemsize
-    config = call.config or configs.default(width, features, itemsize)
-    dx, *grads = pallas_triton.backward(residuals, dy.reshape(-1, width), dl1.reshape(-1), config)
+    rows = dy.reshape(-1, dy.shape[-1])
+    dx, *grads = pallas_triton.backward(residuals, rows, dl1.reshape(-1), call.config)
     return dx.reshape(dy.shape), *grads
 
 
 _gated_ffn.defvjp(_forward, _backward)
 
 
-def _validate(x, gate, up, down, gate_bias, activation) -> None:
+def _validate(x, gate, up, down, gate_bias, activation, residuals) -> None:
+    if residuals is not None and residuals not in get_args(Residuals):
+        raise ValueError(
+            f"gated_ffn: residuals must be one of {list(get_args(Residuals))}, got {residuals!r}"
+        )
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"gated_ffn: activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}"

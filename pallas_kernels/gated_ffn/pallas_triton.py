@@ -16,12 +16,13 @@ send all rows to the tail where that is better.
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import _triton as tl
 from pallas_kernels import dispatch
-from pallas_kernels.gated_ffn import config as configs
 from pallas_kernels.gated_ffn import (
     pallas_triton_decode,
     pallas_triton_plan,
@@ -61,6 +62,13 @@ def unsupported(x: Array, up: Array, activation: str) -> str | None:
     return None
 
 
+def pays(x: Array, up: Array) -> bool:
+    """Whether a call of these shapes was measured to gain, or lose no more than a few percent."""
+    tokens, (features, width) = math.prod(x.shape[:-1]), up.shape
+    large = tokens >= 4096 and width >= 1536 and features >= 4096
+    return large and x.dtype == jnp.bfloat16 and not dispatch.interpreting()
+
+
 def forward(
     x: Array,
     gate: Array | None,
@@ -69,16 +77,15 @@ def forward(
     gate_bias: Array | None,
     *,
     count_neurons: bool,
-    config: FFNConfig | None,
+    config: FFNConfig,
     training: bool = False,
 ) -> tuple[FFNOutput, Residuals | None]:
     """h = relu(x gate^T + b) * (x up^T), y = h down, for x (..., D); see `gated_ffn`.
 
     With `training`, also what `backward` needs.
     """
-    lead, (features, width) = x.shape[:-1], up.shape
+    lead, width = x.shape[:-1], x.shape[-1]
     rows = x.reshape(-1, width)
-    config = config or configs.default(width, features, x.dtype.itemsize)
     saved = Residuals(rows, gate, up, down, gate_bias, None, None, None)
     if rows.shape[0] <= config.decode_tokens and not count_neurons:
         y, l1, nnz = pallas_triton_decode.decode(rows, gate, up, down, gate_bias, config)

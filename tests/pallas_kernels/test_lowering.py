@@ -61,17 +61,29 @@ def test_pack_matmul_lowers(method):
     assert_kernels(text, *names[method])
 
 
-def test_the_dense_engine_is_the_default_and_the_sparse_one_runs_when_asked():
+def test_without_a_wish_the_sparse_engine_runs_where_it_was_measured_to_pay():
     def default(*a):
         return gated_ffn(*a)
 
-    for tokens in (1, 256, 16384):
+    for tokens in (1, 256, 2048):
         assert "gated_ffn_" not in lower_for_cuda(default, *shapes(tokens, 2048, 5632))
+    assert "gated_ffn_" not in lower_for_cuda(default, *shapes(16384, 768, 2048))
+    assert "gated_ffn_" not in lower_for_cuda(default, *shapes(16384, 2048, 5632, jnp.float32))
+    assert_kernels(lower_for_cuda(default, *shapes(16384, 2048, 5632)), *WALK)
 
-    def asked(*a):
-        return jnp.sum(gated_ffn(*a, implementation="triton").y.astype(jnp.float32))
 
-    assert_kernels(lower_for_cuda(jax.grad(asked), *shapes(16384, 2048, 5632)), *WALK)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("tokens", "width", "features"), [(4096, 2048, 5632), (100, 1040, 777)])
+def test_gradients_lower(tokens, width, features, dtype):
+    def loss(x, gate, up, down, bias):
+        out = gated_ffn(x, gate, up, down, gate_bias=bias, implementation="triton")
+        return jnp.sum(out.y.astype(jnp.float32)) + jnp.sum(out.l1)
+
+    arrays = (*shapes(tokens, width, features, dtype), jax.ShapeDtypeStruct((features,), dtype))
+    names = ("hidden", "reorder", "x", "weights", "weights_reduce", "bias")
+    kernels = [f"gated_ffn_grad_{name}" for name in names]
+    kernels += [f"gated_ffn_neuron_{name}" for name in ("bits", "before", "starts")]
+    assert_kernels(lower_for_cuda(jax.grad(loss, argnums=(0, 1, 2, 3, 4)), *arrays), *kernels)
 
 
 def test_a_mesh_in_context_asks_for_shard_map():

@@ -1,0 +1,94 @@
+"""experiments/bench_ffn.py at tiny sizes: it runs, and its rows say what was asked and seen."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsejax import ffn_benchmark
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "bench_ffn.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("bench_ffn", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_ffn"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["bench_ffn"]
+
+
+def run(script, tmp_path, **flags):
+    out = tmp_path / "rows.jsonl"
+    small = {"d_model": 32, "d_ff": 256, "implementation": "xla", "repeats": 2, "calls": 2}
+    script.main(script.Flags(**(small | flags), out=out))
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_forward_rows(script, tmp_path):
+    rows = run(script, tmp_path, tokens=(96, 2), nnz=(8.0, 64.0), layers=2, plot=tmp_path / "p.png")
+    names = ["engine", "dense_three", "dense_stacked", "dense_concat"]
+    assert [r["implementation"] for r in rows] == names * 4
+    for row in rows:
+        assert row["ms_min"] <= row["ms"] <= row["ms_max"]
+        assert row["ratio"] == pytest.approx(row["dense_ms"] / row["ms"])
+        assert row["error"] < 0.01
+        assert row["nnz"] == pytest.approx(row["nnz_asked"], rel=0.35)
+    dense = [r["ms"] for r in rows[:4] if r["implementation"].startswith("dense")]
+    assert rows[0]["dense_ms"] == min(dense)
+    assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_train_rows_carry_every_gradients_error(script, tmp_path):
+    rows = run(script, tmp_path, mode="train", tokens=(96,), nnz=(8.0,), pattern="powerlaw")
+    assert set(rows[0]["error"]) == {"y", "l1", "dx", "dgate", "dup", "ddown"}
+    assert 0 < max(rows[0]["error"].values()) < 0.02
+    assert rows[0]["error"] == rows[0]["dense_error"]  # the same engine here
+
+
+def test_stored_masks_are_what_the_stages_see(script, tmp_path, monkeypatch):
+    """The masks reach the timed call: a stand-in for the stages after the gate counts them."""
+    masks = np.random.default_rng(0).random((3, 5, 64)) < 0.1
+    file = tmp_path / "masks.npz"
+    np.savez(file, bits=np.packbits(masks, axis=-1))
+
+    def dense_after(width, features, dtype):
+        return lambda x, pre, up, down: (ffn_benchmark.relu(pre) * (x @ up.T)) @ down
+
+    monkeypatch.setattr(ffn_benchmark, "after_gate_form", dense_after)
+    rows = run(script, tmp_path, pattern="real", masks=file, tokens=(10,), layers=2)
+    assert [r["layer"] for r in rows] == [0, 1, 2]
+    for row, mask in zip(rows, masks, strict=True):
+        assert row["nnz"] == pytest.approx(mask.sum(-1).mean())
+        assert row["ms"] == pytest.approx(row["gate_ms"] + row["after_gate_ms"])
+
+
+@pytest.mark.parametrize("nnz", [3.0, 40.0])
+def test_power_law_rates(nnz):
+    rates = ffn_benchmark.firing_rates("powerlaw", 256, nnz)
+    assert rates.sum() == pytest.approx(nnz, rel=1e-3)
+    assert rates.max() <= 0.9
+    # By rank 1 / r from where the cap ends: the tenth of the hottest holds a third or more.
+    assert np.sort(rates)[::-1][:26].sum() > nnz / 3
+
+
+def test_activity_follows_the_rates():
+    weights = ffn_benchmark.random_weights(jax.random.key(0), 64, 128, jnp.float32)
+    gate, *_ = ffn_benchmark.with_activity(weights, "powerlaw", 20.0)
+    x = ffn_benchmark.random_tokens(jax.random.key(1), 4000, 64, jnp.float32)
+    seen = np.array(jnp.mean(x @ gate.T > 0, axis=0))
+    np.testing.assert_allclose(seen, ffn_benchmark.firing_rates("powerlaw", 128, 20.0), atol=0.06)
+
+
+def test_a_missing_file_is_named(script, tmp_path):
+    with pytest.raises(SystemExit, match=r"absent\.npz: there is no such file"):
+        run(script, tmp_path, pattern="real", masks=tmp_path / "absent.npz")

@@ -1,0 +1,67 @@
+"""On a real card: gradients of every way against float32, and the same bits twice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gated_ffn
+from pallas_kernels.testing import assert_as_exact_as_dense, assert_close, ffn_inputs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
+]
+
+
+def gradients(inputs, implementation, gated):
+    """(gradients by name, (nnz, whether the call ran sparse))."""
+    dy = jax.random.normal(jax.random.key(0), inputs["x"].shape)
+
+    def loss(inputs):
+        gate_bias, rest = inputs["gate_bias"], {k: inputs[k] for k in inputs if k != "gate_bias"}
+        if not gated:  # the thresholds of `ffn_inputs` sit in gate
+            rest |= {"up": rest["gate"], "gate": None}
+        out = gated_ffn(**rest, gate_bias=gate_bias, implementation=implementation)
+        return jnp.sum(dy * out.y) + 0.1 * jnp.sum(out.l1), (out.nnz, out.sparse)
+
+    return jax.jit(jax.grad(loss, has_aux=True))(inputs)
+
+
+@pytest.mark.parametrize("rows", ["short", "long"])
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "width", "features", "gated"),
+    [
+        (2100, 768, 2048, True),
+        (2100, 2560, 3001, True),
+        (4096, 1040, 5632, False),
+        (2048, 4096, 3000, True),
+    ],
+)
+def test_bfloat16(tokens, width, features, gated, hot, rows):
+    inputs = ffn_inputs(tokens, width, features, dtype=jnp.bfloat16, rate=0.05)
+    if rows == "short":
+        inputs["x"] = inputs["x"].at[:, 0].set(-2.0)
+    if hot:
+        inputs["gate_bias"] = inputs["gate_bias"].at[5 :: features // 30].add(3.0)
+    got, (nnz, _) = gradients(inputs, "triton", gated)
+    again, _ = gradients(inputs, "triton", gated)
+    dense, _ = gradients(inputs, "xla", gated)
+    with jax.default_matmul_precision("highest"):
+        wide = {k: v.astype(jnp.float32) for k, v in inputs.items()}
+        truth, _ = gradients(wide, "xla", gated)
+    assert (int(nnz.max()) > 256) == (rows == "long")
+    for name in truth:
+        if gated or name != "up":
+            assert_as_exact_as_dense(got[name], dense[name], truth[name], factor=1.2)
+            np.testing.assert_array_equal(np.array(got[name]), np.array(again[name]))
+
+
+def test_float32():
+    inputs = ffn_inputs(3000, 512, 1000, rate=0.05)
+    with jax.default_matmul_precision("highest"):
+        got, _ = gradients(inputs, "triton", True)
+        expected, _ = gradients(inputs, "xla", True)
+    for name, gradient in expected.items():
+        assert_close(got[name], gradient)
