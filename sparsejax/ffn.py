@@ -111,7 +111,8 @@ def _once(x, gate, up, down, gate_bias, **options) -> FFNOutput:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("activation", "implementation", "count_neurons", "interpret")
+    jax.jit,
+    static_argnames=("activation", "implementation", "count_neurons", "residuals", "interpret"),
 )
 def _jitted(x, gate, up, down, gate_bias, *, interpret: bool, **options) -> FFNOutput:
     del interpret  # part of the key under which a trace is kept

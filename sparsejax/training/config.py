@@ -47,6 +47,9 @@ class TrainConfig:
       loss: terms of the loss.
       implementation: engine of the feed-forward op: "triton" (sparse, on a CUDA device), "xla"
         (dense), or None to choose.
+      residuals: what the sparse engine keeps for its backward pass: "compact" (a tenth of the dense
+        engine's), or "full" (faster while a layer is still dense); None takes "compact", and "full"
+        with --remat dots or full.
       remat: what the backward pass recomputes: "none", "dots" (all but matmuls), "full".
       mask_documents: keep attention, positions and loss inside documents.
       data_workers: processes that read ahead; 0 reads in this process.
@@ -71,6 +74,7 @@ class TrainConfig:
     optimizer: Annotated[OptimizerConfig, _flat] = OptimizerConfig()
     loss: Annotated[LossConfig, _flat] = LossConfig()
     implementation: Literal["triton", "xla"] | None = None
+    residuals: Literal["compact", "full"] | None = None
     remat: Literal["none", "dots", "full"] = "none"
     mask_documents: bool = False
     data_workers: int = 0
@@ -161,7 +165,9 @@ class TrainConfig:
 
     def options(self) -> Options:
         """How forward passes run."""
-        return Options(implementation=self.implementation, remat=self.remat)
+        return Options(
+            implementation=self.implementation, remat=self.remat, residuals=self.residuals
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""

@@ -27,7 +27,8 @@ MARKER = "stage.json"
 
 # What may change between the parts of one stage: where and how it runs, not what it computes.
 _FREE = ("resume", "stop_at", "workdir", "mesh", "log_every", "eval_every", "eval_batches",
-         "checkpoint_every", "keep", "data_workers", "implementation", "remat")  # fmt: skip
+         "checkpoint_every", "keep", "data_workers", "implementation", "remat",
+         "residuals")  # fmt: skip
 
 
 class StageStoppedError(RuntimeError):
