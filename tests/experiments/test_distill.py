@@ -64,7 +64,6 @@ def test_distilling_prints_what_came_of_it(folders, tmp_path):
             ["--teacher", "teacher", "--preset", "wide.json"],
             "distill.py: hidden states can be compared only at equal width",
         ),
-        ("shrink.py", ["--workdir", "teacher", "--out", "teacher"], "another folder than workdir"),
     ],
 )
 def test_mistakes_give_one_clear_message(folders, script, flags, message):
