@@ -20,8 +20,8 @@ class FFNConfig:
       list_chunk, list_warps: columns per step and warps of the kernel that lists active neurons.
       walk_warps: warps of one token's walk.
       tail_up, tail_down: tiles of the two dense matmuls.
-      decode_neurons, decode_depth: neurons per program and depth step of the decode kernels.
-      decode_splits: programs that share the neurons of one block of columns in decode.
+      decode_neurons, decode_depth: neurons per program (at most 32) and depth step in decode, for
+        more than 4 tokens.
       choice: "auto" decides on the device, from `choose_tokens` tokens on (a choice costs some
         17 us, under it the sparse path runs); "sparse"; "hot", sparse with a small dense layer of
         the neurons that fire most; "dense".
@@ -45,7 +45,6 @@ class FFNConfig:
     tail_down: tuning.MatmulTile = tuning.HOPPER_TILE
     decode_neurons: int = 16
     decode_depth: int = 256
-    decode_splits: int = 16
     choice: Literal["auto", "sparse", "hot", "dense"] = "auto"
     choose_tokens: int = 2048
     hot_neurons: int = 128

@@ -1,15 +1,16 @@
 """Decode: 1 to 64 tokens, spread over the whole chip, reading only the weight rows that fire.
 
-With so few tokens the time is the reading of weights and the number of launches; there are two.
+With so few tokens the time is the reading of weights, the number of launches, and the trips to
+memory that wait for each other; there are two launches, and nothing is added across programs.
 
 *Hidden*: one program per block of neurons computes their pre-activations for all tokens and, in the
 same program, the up projection of those neurons that any token uses. Up to 4 tokens, whole weight
 rows go to registers in one request and an up row is read only when its neuron fires; from 5 tokens
-on it is a dot, with the rows of `up` that no token needs masked out of the loads.
+on it is a dot, with the rows of `up` that no token needs masked out of the loads. It leaves one
+word per block: which of its neurons any token uses.
 
-*Down*: one program per (block of columns, share of the neurons) lists the neurons of its share that
-any token uses, gathers their rows of `down` and multiplies. The program that finishes a block of
-columns last adds the shares in a fixed order; which one that is varies, the sum does not.
+*Down*: one program per 16 columns turns the words into a list of used neurons, gathers their pieces
+of `down` (one memory sector each) and multiplies.
 
 Only the traffic depends on the number of active neurons, so the path is exact for any pattern.
 Tokens go in blocks of 32: at 64 the second kernel's dot becomes a warp-group one, and gave wrong
@@ -33,7 +34,8 @@ from pallas_kernels.gated_ffn.config import FFNConfig
 
 TOKEN_BLOCK = 32
 VECTOR_TOKENS = 4
-_GATHER = 32  # rows of `down` per step
+_COLUMNS = 16  # of y per program: 32 bytes of a row, one sector
+_GATHER = (32, 128)  # rows of `down` per step, for few and for more tokens
 
 
 def _store_hidden(h_ref, l1_ref, nnz_ref, block, tokens, neurons, live, real, h, active):
@@ -46,16 +48,15 @@ def _store_hidden(h_ref, l1_ref, nnz_ref, block, tokens, neurons, live, real, h,
     tl.store(nnz_ref.at[block, tokens], fired, mask=live)
 
 
-def _clear(arrivals_ref, first):
-    """The first program clears the counters of the next kernel: one launch less."""
-    counters = arrivals_ref.shape[0]
-    at = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(counters),), 0)
-    tl.store(arrivals_ref.at[at], at - at, mask=(at < counters) & first)
+def _used_word(used):
+    """One int32 whose bit j says whether neuron j of the block is used by any token."""
+    lane = lax.broadcasted_iota(jnp.int32, used.shape, 0)
+    return jnp.sum(jnp.where(used, jnp.int32(1) << lane, 0))
 
 
 def _hidden_dot_kernel(*refs, gated, biased, token_block, block, depth):
     x_ref, gate_ref, up_ref = refs[:3]
-    h_ref, l1_ref, nnz_ref, arrivals_ref = refs[-4:]
+    h_ref, l1_ref, nnz_ref, used_ref = refs[-4:]
     (count, width), features = x_ref.shape, gate_ref.shape[0]
     program, token_group = pl.program_id(0), pl.program_id(1)
     token = token_group * token_block + lax.broadcasted_iota(jnp.int32, (token_block,), 0)
@@ -79,19 +80,19 @@ def _hidden_dot_kernel(*refs, gated, biased, token_block, block, depth):
     pre = pre.astype(jnp.float32)
     active = tl.is_active(pre) & real[:, None] & live[None, :]
     h = pre
+    used = jnp.max(active.astype(jnp.int32), axis=1) > 0
+    used_ref[token_group, program] = _used_word(used)
     if gated:
-        used = jnp.max(active.astype(jnp.int32), axis=1) > 0
         # Not jnp.where(any, steps, 0): a select between two literals lowers to a boolean.
         steps = jnp.minimum(jnp.sum(used.astype(jnp.int32)), 1) * (width // depth)
         h = pre * project(up_ref, steps, used)
     h = jnp.where(active, h, 0.0)
     _store_hidden(h_ref, l1_ref, nnz_ref, program, token, neuron, live, real, h, active)
-    _clear(arrivals_ref, (program == 0) & (token_group == 0))
 
 
 def _hidden_vector_kernel(*refs, gated, biased, block):
     x_ref, gate_ref, up_ref = refs[:3]
-    h_ref, l1_ref, nnz_ref, arrivals_ref = refs[-4:]
+    h_ref, l1_ref, nnz_ref, used_ref = refs[-4:]
     (count, width), features = x_ref.shape, gate_ref.shape[0]
     program = pl.program_id(0)
     lane = lax.broadcasted_iota(jnp.int32, (block,), 0)
@@ -114,9 +115,9 @@ def _hidden_vector_kernel(*refs, gated, biased, block):
         pres.append(pre)
         actives.append(tl.is_active(pre) & real)
     hs = [jnp.where(active, pre, 0.0) for pre, active in zip(pres, actives, strict=True)]
+    word = _used_word(functools.reduce(jnp.logical_or, actives))
+    used_ref[0, program] = word
     if gated:
-        any_active = functools.reduce(jnp.logical_or, actives)
-        word = jnp.sum(jnp.where(any_active, jnp.int32(1) << lane, 0))
 
         def one_neuron(_, carry):
             word, hs = carry
@@ -134,36 +135,40 @@ def _hidden_vector_kernel(*refs, gated, biased, block):
         tl.store(h_ref.at[t, neuron], hs[t].astype(h_ref.dtype), mask=real)
         l1_ref[program, t] = jnp.sum(jnp.abs(hs[t]))
         nnz_ref[program, t] = jnp.sum(actives[t].astype(jnp.int32))
-    _clear(arrivals_ref, program == 0)
 
 
 def _down_kernel(
-    h_ref, down_ref, l1_part_ref, nnz_part_ref, _arrivals,
-    part_ref, list_ref, y_ref, l1_ref, nnz_ref, arrivals_ref, *, token_block, span, columns, splits,
+    h_ref, down_ref, used_ref, l1_part_ref, nnz_part_ref,
+    list_ref, y_ref, l1_ref, nnz_ref, *, token_block, block, gather,
 ):  # fmt: skip
-    count, features = h_ref.shape
-    column_block, split, token_group = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    column_blocks = pl.num_programs(0)
+    count = h_ref.shape[0]
+    column_block, token_group = pl.program_id(0), pl.program_id(1)
     token = token_group * token_block + lax.broadcasted_iota(jnp.int32, (token_block,), 0)
     live = token < count
-    # This program's list of used neurons; a share may use all of its neurons.
-    mine = (token_group * column_blocks + column_block) * splits + split
-    size = pl.next_power_of_2(span)
-    offset = lax.broadcasted_iota(jnp.int32, (size,), 0)
-    neuron = split * span + offset
-    inside = (offset < span) & (neuron < features)
-    mask = live[:, None] & inside[None, :]
-    h = tl.load(h_ref.at[token[:, None], neuron[None, :]], mask=mask, other=0.0)
-    used = jnp.max((h != 0).astype(jnp.int32), axis=0) > 0
-    position = lax.cumsum(used.astype(jnp.int32), axis=0) - 1
-    total = jnp.sum(used.astype(jnp.int32))
-    slot = jnp.where(used, position, size + offset)
-    tl.store(list_ref.at[mine, slot], neuron, mask=used)
+    # This program's own list of used neurons, from one word per block of them.
+    mine = token_group * pl.num_programs(0) + column_block
+    blocks = used_ref.shape[1]
+    lane = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(blocks),), 0)
+    words = tl.load(used_ref.at[token_group, lane], mask=lane < blocks, other=0)
+    counts = lax.population_count(words)
+    total = jnp.sum(counts)
+
+    def emit(_, carry):
+        words, position = carry
+        some = words != 0
+        # Masked-out lanes get a slot of their own behind the list.
+        slot = jnp.where(some, position, blocks * block + lane)
+        neuron = lane * block + tl.lowest_bit(words)
+        tl.store(list_ref.at[mine, slot], neuron, mask=some)
+        return words & (words - 1), position + 1
+
+    first = lax.cumsum(counts, axis=0) - counts
+    lax.fori_loop(0, jnp.max(counts), emit, (words, first))
     tl.barrier()
-    column = column_block * columns + lax.broadcasted_iota(jnp.int32, (columns,), 0)
+    column = column_block * _COLUMNS + lax.broadcasted_iota(jnp.int32, (_COLUMNS,), 0)
 
     def step(k, acc):
-        at = k * _GATHER + lax.broadcasted_iota(jnp.int32, (_GATHER,), 0)
+        at = k * gather + lax.broadcasted_iota(jnp.int32, (gather,), 0)
         here = at < total
         neurons = tl.load(list_ref.at[mine, at], mask=here, other=0)
         both = live[:, None] & here[None, :]
@@ -172,32 +177,18 @@ def _down_kernel(
         rows = tl.load(down_ref.at[where], mask=here[:, None], other=0.0)
         return acc + tl.dot(h, rows)
 
-    zeros = jnp.zeros((token_block, columns), jnp.float32)
-    acc = lax.fori_loop(0, (total + _GATHER - 1) // _GATHER, step, zeros)
-    where = (token[:, None], column[None, :])
-    tl.store(part_ref.at[split, *where], acc, mask=live[:, None])
-    tl.barrier()
-    group = token_group * column_blocks + column_block
-    arrived = tl.next_slot(arrivals_ref, group)
+    zeros = jnp.zeros((token_block, _COLUMNS), jnp.float32)
+    y = lax.fori_loop(0, (total + gather - 1) // gather, step, zeros)
+    tl.store(y_ref.at[token[:, None], column[None, :]], y.astype(y_ref.dtype), mask=live[:, None])
 
-    @pl.when(arrived == splits - 1)
-    def _last():
-        # Unrolled, so that all shares are on their way at once.
-        y = zeros
-        for s in range(splits):
-            y += tl.load(part_ref.at[s, *where], mask=live[:, None], other=0.0)
-        tl.store(y_ref.at[where], y.astype(y_ref.dtype), mask=live[:, None])
-
-        @pl.when(column_block == 0)
-        def _totals():
-            blocks = l1_part_ref.shape[0]
-            block = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(blocks),), 0)
-            mask = (block < blocks)[:, None] & live[None, :]
-            at = (block[:, None], token[None, :])
-            l1 = tl.load(l1_part_ref.at[at], mask=mask, other=0.0)
-            nnz = tl.load(nnz_part_ref.at[at], mask=mask, other=0)
-            tl.store(l1_ref.at[token], jnp.sum(l1, axis=0), mask=live)
-            tl.store(nnz_ref.at[token], jnp.sum(nnz, axis=0), mask=live)
+    @pl.when(column_block == 0)
+    def _totals():
+        mask = (lane < blocks)[:, None] & live[None, :]
+        at = (lane[:, None], token[None, :])
+        l1 = tl.load(l1_part_ref.at[at], mask=mask, other=0.0)
+        nnz = tl.load(nnz_part_ref.at[at], mask=mask, other=0)
+        tl.store(l1_ref.at[token], jnp.sum(l1, axis=0), mask=live)
+        tl.store(nnz_ref.at[token], jnp.sum(nnz, axis=0), mask=live)
 
 
 def decode(
@@ -214,8 +205,6 @@ def decode(
     gated, biased = gate is not None, bias is not None
     token_block = min(TOKEN_BLOCK, max(16, pl.next_power_of_2(tokens)))
     token_groups = pl.cdiv(tokens, token_block)
-    columns = min(128, width & -width)
-    column_blocks = width // columns
     vector = tokens <= VECTOR_TOKENS and width <= 8192
     if vector:
         block = max(1, min(8, 16384 // pl.next_power_of_2(width)))
@@ -235,7 +224,7 @@ def decode(
         grid = (pl.cdiv(features, block), token_groups)
     blocks = grid[0]
     weights = [gate if gate is not None else up, up, *([bias] if bias is not None else [])]
-    h, l1_part, nnz_part, arrivals = tl.pallas_call(
+    h, l1_part, nnz_part, used = tl.pallas_call(
         kernel,
         name="gated_ffn_decode_hidden",
         grid=grid,
@@ -243,31 +232,28 @@ def decode(
             jax.ShapeDtypeStruct((tokens, features), x.dtype),
             jax.ShapeDtypeStruct((blocks, tokens), jnp.float32),
             jax.ShapeDtypeStruct((blocks, tokens), jnp.int32),
-            jax.ShapeDtypeStruct((column_blocks * token_groups,), jnp.int32),
+            jax.ShapeDtypeStruct((token_groups, blocks), jnp.int32),
         ],
         num_warps=warps,
         num_stages=3,
     )(x, *weights)
-    span = pl.cdiv(features, config.decode_splits)
-    splits = pl.cdiv(features, span)
-    size = pl.next_power_of_2(span)
-    part, _, y, l1, nnz, _ = tl.pallas_call(
+    slots = blocks * block + pl.next_power_of_2(blocks)
+    _, y, l1, nnz = tl.pallas_call(
         functools.partial(
-            _down_kernel, token_block=token_block, span=span, columns=columns, splits=splits
+            _down_kernel,
+            token_block=token_block,
+            block=block,
+            gather=_GATHER[tokens > VECTOR_TOKENS],
         ),
         name="gated_ffn_decode_down",
-        grid=(column_blocks, splits, token_groups),
+        grid=(width // _COLUMNS, token_groups),
         out_shape=[
-            jax.ShapeDtypeStruct((splits, tokens, width), jnp.float32),
-            jax.ShapeDtypeStruct((token_groups * column_blocks * splits, 2 * size), jnp.int32),
+            jax.ShapeDtypeStruct((width // _COLUMNS * token_groups, slots), jnp.int32),
             jax.ShapeDtypeStruct((tokens, width), x.dtype),
             jax.ShapeDtypeStruct((tokens,), jnp.float32),
             jax.ShapeDtypeStruct((tokens,), jnp.int32),
-            jax.ShapeDtypeStruct(arrivals.shape, jnp.int32),
         ],
         num_warps=4,
         num_stages=2,
-        aliases={4: 5},
-    )(h, down, l1_part, nnz_part, arrivals)
-    del part
+    )(h, down, used, l1_part, nnz_part)
     return [y, l1, nnz]

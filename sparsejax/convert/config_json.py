@@ -23,7 +23,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise FolderError(f"{file.parent} has no {file.name}")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FolderError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise FolderError(f"{file} holds no JSON object")

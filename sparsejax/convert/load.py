@@ -15,7 +15,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from sparsejax.config import ModelConfig
 from sparsejax.convert import config_json
 from sparsejax.convert.safetensors_io import DTYPES, Entry, FolderError, open_folder, read
-from sparsejax.convert.tensors import counterpart
+from sparsejax.convert.tensors import cast, counterpart
 from sparsejax.data import HFTokenizer
 from sparsejax.params import check_params, flatten, param_shapes
 from sparsejax.sharding import tree_shardings
@@ -56,7 +56,8 @@ def load(
     Raises:
       FolderError: the folder is damaged, incomplete or of an architecture that is not supported;
         says which file, tensor or key.
-      ValueError: an argument out of its range, or a mesh that does not fit the model.
+      ValueError: an argument out of its range, a mesh that does not fit the model, or a number
+        that is infinite in `dtype`.
     """
     folder = Path(path)
     values = config_json.read_json(folder / "config.json")
@@ -102,7 +103,8 @@ def _drop_what_follows(config: ModelConfig, entries: dict[str, Entry]) -> None:
     """Removes computed tables, and a tied model's second copy of the embedding if it is one."""
     for name in [name for name in entries if name.endswith(_COMPUTED)]:
         del entries[name]
-    if config.tie_embeddings and HEAD in entries and EMBEDDING in entries:
+    both = [entries[name] for name in (HEAD, EMBEDDING) if name in entries]
+    if config.tie_embeddings and len(both) == 2 and all(e.dtype in DTYPES for e in both):
         head, embedding = read(entries[HEAD]), read(entries[EMBEDDING])
         if not np.array_equal(head.view(np.uint8), embedding.view(np.uint8)):
             raise FolderError(
@@ -185,6 +187,6 @@ def _place(
 
     def part(index: Any) -> np.ndarray:
         block = np.ascontiguousarray(source[index]).view(stored.dtype)
-        return block if block.dtype == dtype else block.astype(dtype)
+        return cast(block, dtype, f"{entries[name].file}: {name}")
 
     return jax.make_array_from_callback(leaf.shape, sharding, part)

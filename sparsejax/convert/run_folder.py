@@ -32,17 +32,19 @@ def save_run(
     """Writes a run's folder with one checkpoint, of step 0 and without optimiser state.
 
     Args:
-      path: the folder; must not hold checkpoints yet.
+      path: the folder; must not hold checkpoints or a config.json yet.
       config: the model.
       params: its parameters.
       tokenizer: copied, and named as the run's data, which generation asks for the tokenizer.
 
     Raises:
-      ValueError: the folder holds checkpoints already.
+      ValueError: the folder holds checkpoints or a config.json already.
     """
     workdir = Workdir(Path(path))
     if workdir.checkpoints.is_dir() and any(workdir.checkpoints.iterdir()):
         raise ValueError(f"{workdir.root} holds checkpoints already; name another folder")
+    if workdir.config.exists():  # such as the one of the folder that the model was read from
+        raise ValueError(f"{workdir.root} holds {workdir.config.name} already; name another folder")
     corpus = workdir.root.absolute() / "tokenizer"
     corpus.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -89,6 +90,12 @@ def _open_indexed(path: Path) -> dict[str, Entry]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise FolderError(f"{path / INDEX} has no 'weight_map' of tensor names to files")
+    if (path / SINGLE).is_file() and SINGLE not in weight_map.values():
+        # transformers would read the one, and other readers the rest.
+        raise FolderError(
+            f"{path} holds {SINGLE}, which {INDEX} does not name: two models, or what is left of "
+            "an older one; remove the one that is not meant"
+        )
     files: dict[str, list[str]] = {}
     for tensor, file in weight_map.items():
         files.setdefault(str(file), []).append(tensor)
@@ -131,8 +138,10 @@ def read_header(file: Path) -> dict[str, Entry]:
     entries = {}
     for name, spec in header.items():
         try:
-            dtype, shape = spec["dtype"], tuple(int(n) for n in spec["shape"])
-            begin, stop = (int(n) for n in spec["data_offsets"])
+            dtype, shape = spec["dtype"], tuple(operator.index(n) for n in spec["shape"])
+            begin, stop = (operator.index(n) for n in spec["data_offsets"])
+            if not isinstance(dtype, str):
+                raise TypeError("dtype must be a text")
         except (KeyError, TypeError, ValueError) as error:
             raise FolderError(f"{file}: the header's entry of {name} is damaged: {spec}") from error
         if not 0 <= begin <= stop:
@@ -156,7 +165,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 def _parse(data: bytes, file: Path) -> Any:
     try:
         return json.loads(data.decode("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FolderError(f"{file} is damaged: no JSON where JSON is expected ({error})") from error
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from sparsejax.config import ModelConfig
 from sparsejax.convert import config_json, families
 from sparsejax.convert.safetensors_io import DTYPES, MAX_SHARD_BYTES, Tensor, write_folder
-from sparsejax.convert.tensors import counterpart
+from sparsejax.convert.tensors import cast, counterpart
 from sparsejax.data import HFTokenizer
 from sparsejax.params import check_params, flatten
 from sparsejax.types import Params
@@ -49,7 +49,7 @@ def save(
     writing was cut short does not load.
 
     Args:
-      path: the folder, made if absent; must not hold weights yet.
+      path: the folder, made if absent; must not hold a model, or a part of one, yet.
       config: the model.
       params: its parameters.
       tokenizer: its files are copied, and generation_config.json bars the ids it does not have.
@@ -63,7 +63,8 @@ def save(
 
     Raises:
       ValueError: the family (or, with None, every one) cannot hold the model: says why; parameters
-        that do not fit the config; or a folder that holds weights already.
+        that do not fit the config, or a number that is infinite in `dtype`; or a folder that
+        holds weights, a config.json or another tokenizer already.
     """
     check_params(config, params)
     allowed = [d.name for d in DTYPES.values()]
@@ -72,6 +73,7 @@ def save(
     chosen = families.for_config(config) if family is None else families.named(family)
     values = config_json.to_hf(config, chosen)
     folder = Path(path)
+    _refuse_leftovers(folder, tokenizer)
     tensors = dict(_tensor(p, leaf, dtype) for p, leaf in flatten(params).items())
     write_folder(folder, tensors, max_shard_bytes)
     # Named for old and new readers.
@@ -102,7 +104,7 @@ def _tensor(path: str, leaf: jax.Array, dtype: str | None) -> tuple[str, Tensor]
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(f"{path} lies on devices of other processes; save from one process")
         host = np.asarray(leaf)
-        host = host if host.dtype == kept else host.astype(kept)
+        host = cast(host, kept, path)
         bits = host.view(np.uint16) if kept.itemsize == 2 else host
         # A copy in their order: writing a strided view would write its bytes as they lie.
         return np.ascontiguousarray(layout.to_theirs(bits, leaf.shape)).view(kept)
@@ -117,10 +119,28 @@ def _common_dtype(tensors: dict[str, Tensor]) -> str:
 
 def copy_tokenizer(tokenizer: HFTokenizer, folder: Path) -> None:
     """Copies tokenizer.json and what lies beside it into `folder`."""
+    if _lies_in(tokenizer, folder):
+        return
     for name in TOKENIZER_FILES:
         source = tokenizer.path if name == "tokenizer.json" else tokenizer.path.with_name(name)
         if source.is_file():
             shutil.copyfile(source, folder / name)
+
+
+def _lies_in(tokenizer: HFTokenizer, folder: Path) -> bool:
+    return folder.is_dir() and tokenizer.path == folder / "tokenizer.json"
+
+
+def _refuse_leftovers(folder: Path, tokenizer: HFTokenizer | None) -> None:
+    """What another model left would be read together with this one, at once or after a kill."""
+    own = tokenizer is not None and _lies_in(tokenizer, folder)
+    names = ("config.json", *(() if own else TOKENIZER_FILES))
+    found = [folder / name for name in names if (folder / name).exists()]
+    if old := [*found, *sorted(folder.glob("pytorch_model*.bin*"))]:
+        raise ValueError(
+            f"{folder} holds {old[0].name} of another model already; name another folder or remove "
+            "it"
+        )
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:

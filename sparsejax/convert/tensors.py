@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 Shape = tuple[int, ...]
@@ -45,6 +46,33 @@ HEADS_OUT = Layout(
 HEADS_BIAS = Layout(
     lambda s: (s[0] * s[1],), lambda x, s: x.reshape(s), lambda x, s: x.reshape(s[0] * s[1])
 )
+
+
+def cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """`array` in `dtype`; rounding is all that may happen to it.
+
+    Raises:
+      ValueError: a finite number would become infinite, as float16 makes of all beyond 65504.
+    """
+    if array.dtype == dtype:
+        return array
+    limit = float(jnp.finfo(dtype).max)
+    if limit >= float(jnp.finfo(array.dtype).max):
+        return array.astype(dtype)
+    # NumPy finds extremes of float32 far faster than infinities of the result; NaN fails both.
+    if array.dtype == np.float32 and array.size and -limit <= array.min() <= array.max() <= limit:
+        return array.astype(dtype)
+    with np.errstate(over="ignore"):
+        result = array.astype(dtype)
+    lost = np.isinf(result) & np.isfinite(array)
+    if lost.any():
+        worst = float(array[lost].astype(np.float64).flat[0])
+        raise ValueError(
+            f"{name} holds {worst:g}, which {dtype.name} has no number for (its largest is "
+            f"{limit:g}); choose bfloat16 or float32"
+        )
+    return result
+
 
 _LAYER = "model.layers.{i}."
 TABLE: tuple[tuple[str, str, Layout], ...] = (

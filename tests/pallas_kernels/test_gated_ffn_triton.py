@@ -22,7 +22,7 @@ MIXED = FFNConfig(
 )
 ALL_ROWS = FFNConfig(decode_tokens=0, walk_limit=-1, tail_up=TILE, tail_down=TILE)
 CHOOSES = FFNConfig(decode_tokens=0, list_width=128, tail_up=TILE, tail_down=TILE)
-DECODE = FFNConfig(decode_splits=3, decode_neurons=16)
+DECODE = FFNConfig(decode_neurons=16)
 
 
 @functools.cache
