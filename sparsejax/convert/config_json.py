@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def from_hf(
     """
     family = families.of_config_json(values, place)
     keys = Keys(values, place, ignore_keys)
+    _check_code(keys, family, ignore_keys)
     keys.only(
         quantization_config=(),
         compression_config=(),
@@ -69,37 +71,71 @@ def from_hf(
         )
     head_dim = d_model // heads if stored is None else keys.whole("head_dim")
     context = keys.whole("max_position_embeddings")
-    if context_length is not None and context_length > context:
+    if context_length is not None and not 1 <= context_length <= context:
         raise ValueError(
-            f"context_length must be at most max_position_embeddings = {context}, "
+            f"context_length must be at least 1 and at most max_position_embeddings = {context}, "
             f"got {context_length}"
         )
-    context = context_length or context
-    layers = family.read_layers(keys, head_dim)
-    _check_window(keys, context, len(layers))
+    context = context if context_length is None else context_length
+    with _placed(place):
+        layers = family.read_layers(keys, head_dim)
+    _check_window(keys, family, context, len(layers))
     tied = keys.take("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise FolderError(f"{place}: 'tie_word_embeddings' must be true or false, got {tied!r}")
-    rope, eps = read_rope(keys), keys.real("rms_norm_eps", 1e-6)
+    with _placed(place):
+        rope = read_rope(keys)
+    eps = keys.real("rms_norm_eps", 1e-6)
     init_std, vocab_size = keys.real("initializer_range", 0.02), keys.whole("vocab_size")
     keys.finish()
-    return ModelConfig(
-        vocab_size=vocab_size,
-        d_model=d_model,
-        layers=layers,
-        context_length=context,
-        rope=rope,
-        norm_eps=eps,
-        tie_embeddings=tied,
-        init_std=init_std or 0.02,  # only for what may be initialised anew
-        dtype="float32",
-        param_dtype="float32",
-    )
+    with _placed(place):
+        return ModelConfig(
+            vocab_size=vocab_size,
+            d_model=d_model,
+            layers=layers,
+            context_length=context,
+            rope=rope,
+            norm_eps=eps,
+            tie_embeddings=tied,
+            init_std=init_std or 0.02,  # only for what may be initialised anew
+            dtype="float32",
+            param_dtype="float32",
+        )
 
 
-def _check_window(keys: Keys, context: int, n: int) -> None:
+@contextlib.contextmanager
+def _placed(place: str) -> Iterator[None]:
+    """What a part of a config refuses is an error of the file that the values stand in."""
+    try:
+        yield
+    except FolderError:
+        raise
+    except ValueError as error:
+        raise FolderError(f"{place}: {error}") from error
+
+
+def _check_code(keys: Keys, family: families.Family, ignored: Collection[str]) -> None:
+    """A model class of another name, or from the folder itself, may compute anything."""
+    if family.own_code:
+        return
+    known, names = family.architecture, keys.take("architectures")
+    vouch = f": it is not {known}; if it computes the same, pass ignore_keys="
+    if names and "architectures" not in ignored:
+        names = names if isinstance(names, list) else [names]
+        if known.lower() not in [str(name).lower() for name in names]:
+            raise keys.unsupported("architectures", f"{vouch}('architectures',)")
+    code = keys.take("auto_map")
+    if code and "auto_map" not in ignored and any("Model" in str(name) for name in code):
+        raise keys.unsupported("auto_map", f"{vouch}('auto_map',)")
+
+
+def _check_window(keys: Keys, family: families.Family, context: int, n: int) -> None:
     """A sliding window changes nothing up to its length, and is refused where it does."""
     types = keys.take("layer_types")
+    if types is not None and not (
+        isinstance(types, list) and all(isinstance(entry, str) for entry in types)
+    ):
+        raise FolderError(f"{keys.place}: 'layer_types' must be a list of texts, got {types!r}")
     if types is not None and len(types) != n:
         raise FolderError(
             f"{keys.place}: 'layer_types' must have num_hidden_layers = {n} entries, got "
@@ -108,16 +144,24 @@ def _check_window(keys: Keys, context: int, n: int) -> None:
     if types is not None and set(types) - {"full_attention", "sliding_attention"}:
         raise keys.unsupported("layer_types")
     window, used = keys.take("sliding_window"), keys.take("use_sliding_window", True)
+    if "sliding_window" not in keys.values:
+        window = family.window
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise FolderError(
+            f"{keys.place}: 'sliding_window' must be a whole number or null, got {window!r}"
+        )
     if types is not None and "sliding_attention" in types and window is None:
         raise FolderError(
             f"{keys.place}: 'layer_types' has windows, but no 'sliding_window' is set"
         )
-    if window is None or not used or (types is not None and "sliding_attention" not in types):
+    full = types is not None and "sliding_attention" not in types
+    if window is None or (family.window_switch and (not used or full)):
         return
     if window < context:
+        absent = "" if "sliding_window" in keys.values else f" (absent, it means {window})"
         raise keys.unsupported(
             "sliding_window",
-            f": the window is shorter than the context of {context}; pass "
+            f"{absent}: the window is shorter than the context of {context}; pass "
             f"context_length={window} to use the model up to there",
         )
 

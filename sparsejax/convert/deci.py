@@ -6,6 +6,7 @@ of 256; newer files give `intermediate_size` instead, which holds any width.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from sparsejax.config import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
@@ -69,9 +70,9 @@ def read_layers(keys: Keys, head_dim: int) -> tuple[LayerConfig, ...]:
     layers = []
     for i, block in enumerate(blocks):
         place = f"{keys.place}: block_configs[{i}]"
-        outer = Keys(block, place)
-        attention = Keys(outer.take("attention", {}), f"{place}.attention")
-        ffn = Keys(outer.take("ffn", {}), f"{place}.ffn")
+        outer = _object(block, place)
+        attention = _object(outer.take("attention", {}), f"{place}.attention")
+        ffn = _object(outer.take("ffn", {}), f"{place}.ffn")
         layers.append(
             LayerConfig(
                 attention=_read_attention(attention, heads, head_dim, bias),
@@ -81,6 +82,12 @@ def read_layers(keys: Keys, head_dim: int) -> tuple[LayerConfig, ...]:
         outer.only(parallel_blocks=())
         outer.finish(harmless=())
     return tuple(layers)
+
+
+def _object(values: Any, place: str) -> Keys:
+    if not isinstance(values, dict):
+        raise FolderError(f"{place}: expected a JSON object, got {values!r}")
+    return Keys(values, place)
 
 
 def _check_length(keys: Keys, key: str, values: Any, n: int) -> None:
@@ -125,6 +132,8 @@ def _read_ffn(keys: Keys, d_model: int, activation: Any) -> FFNConfig | None:
     keys.finish(harmless=())
     if size is None and mult is None:
         raise FolderError(f"{keys.place}: has neither 'ffn_mult' nor 'intermediate_size'")
+    if size is None and not 0 < keys.real("ffn_mult") < math.inf:
+        raise FolderError(f"{keys.place}: 'ffn_mult' must be positive and finite, got {mult!r}")
     d_ff = keys.whole("intermediate_size") if size is not None else width(mult, d_model)
     return FFNConfig(d_ff=d_ff, activation=activation)
 

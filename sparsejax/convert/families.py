@@ -36,6 +36,9 @@ class Family:
       write: config -> the family's own keys.
       refuses: config -> why the family cannot express it, empty if it can.
       files: further files of the folder, text by name.
+      own_code: its folders bring code of their own, which is the one that we know.
+      window: what an absent `sliding_window` means.
+      window_switch: whether `use_sliding_window` and `layer_types` can switch it off.
     """
 
     name: str
@@ -45,6 +48,9 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
     refuses: Callable[[ModelConfig], str]
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    own_code: bool = False
+    window: int | None = None
+    window_switch: bool = True
 
 
 def _uniform(keys: Keys, head_dim: int, ffn: FFNConfig, **attention: bool) -> Layers:
@@ -167,7 +173,16 @@ def _plain(**wanted: bool) -> Callable[[ModelConfig], str]:
 # In the order in which `save` tries them.
 FAMILIES: tuple[Family, ...] = (
     Family("llama", ("llama",), "LlamaForCausalLM", _read_llama, _write_llama, _plain()),
-    Family("mistral", ("mistral",), "MistralForCausalLM", _read_llama, _write_mistral, _plain()),
+    Family(
+        "mistral",
+        ("mistral",),
+        "MistralForCausalLM",
+        _read_llama,
+        _write_mistral,
+        _plain(),
+        window=4096,
+        window_switch=False,
+    ),
     Family(
         "qwen2",
         ("qwen2",),
@@ -191,6 +206,7 @@ FAMILIES: tuple[Family, ...] = (
         _read_sparse,
         _write_sparse,
         _uniform_only(qkv_bias=False, qk_norm=False, relu=True),
+        own_code=True,
     ),
     Family(
         "deci",
@@ -200,6 +216,7 @@ FAMILIES: tuple[Family, ...] = (
         deci.write,
         deci.refuses,
         {deci.CONFIG_FILE: deci.CONFIG_CLASS},
+        own_code=True,
     ),
 )
 
@@ -223,6 +240,7 @@ def of_config_json(values: dict[str, Any], place: str) -> Family:
       FolderError: none is known; lists the known ones.
     """
     model_type, architectures = values.get("model_type"), values.get("architectures") or []
+    architectures = architectures if isinstance(architectures, list) else [architectures]
     for family in FAMILIES:
         if model_type in family.model_types or (
             model_type is None and family.architecture in architectures

@@ -156,7 +156,7 @@ def read_activation(keys: Keys, key: str = "hidden_act") -> Any:
       FolderError: it is none of ours, as the exact GELU.
     """
     name = keys.take(key, "silu")
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         hint = " (the tanh form, gelu_pytorch_tanh, is)" if name == "gelu" else ""
         raise keys.unsupported(key, hint)
     return ACTIVATIONS[name]
@@ -170,6 +170,8 @@ def read_rope(keys: Keys) -> RopeConfig:
         differ.
     """
     theta = keys.take("rope_theta")
+    if theta is not None:
+        keys.real("rope_theta")
     old, new = keys.take("rope_scaling"), keys.take("rope_parameters")
     keys.only(partial_rotary_factor=(1.0,), rotary_pct=(1.0,), rope_interleaved=(False,))
     keys.only(position_embedding_type=("rope",), use_mrope=(False,))

@@ -51,7 +51,6 @@ def save_run(
         copy_tokenizer(tokenizer, corpus)
         meta = {"vocab_size": config.vocab_size, "eot_id": tokenizer.eot_id, "splits": {}}
         (corpus / "meta.json").write_text(json.dumps(meta) + "\n", encoding="utf-8")
-    workdir.config.write_text(json.dumps({"model": config.to_dict()}, indent=1) + "\n", "utf-8")
     step = jnp.zeros((), jnp.int32)
     first = jax.tree.leaves(params)[0]
     if isinstance(first.sharding, NamedSharding):
@@ -59,6 +58,7 @@ def save_run(
     with Checkpointer(workdir.checkpoints) as checkpointer:
         extra = {"config": config.to_dict(), "data": {"name": str(corpus)}}
         checkpointer.save(0, {"params": params, "step": step}, extra)
+    workdir.config.write_text(json.dumps({"model": config.to_dict()}, indent=1) + "\n", "utf-8")
 
 
 def load_run(

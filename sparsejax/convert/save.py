@@ -128,7 +128,8 @@ def copy_tokenizer(tokenizer: HFTokenizer, folder: Path) -> None:
 
 
 def _lies_in(tokenizer: HFTokenizer, folder: Path) -> bool:
-    return folder.is_dir() and tokenizer.path == folder / "tokenizer.json"
+    own = folder / "tokenizer.json"
+    return own.is_file() and own.samefile(tokenizer.path)
 
 
 def _refuse_leftovers(folder: Path, tokenizer: HFTokenizer | None) -> None:

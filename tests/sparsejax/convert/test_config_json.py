@@ -254,3 +254,77 @@ def test_files_that_are_no_config(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(FolderError, match=message):
             read_json(tmp_path / "config.json")
+
+
+def test_a_mistral_has_a_window_unless_it_says_that_it_has_none():
+    changed = values("mistral", max_position_embeddings=8192)
+    del changed["sliding_window"]
+    with pytest.raises(FolderError, match=r"'sliding_window' = None .*\(absent, it means 4096\)"):
+        from_hf(changed)
+    assert from_hf(changed, context_length=4096).context_length == 4096
+    assert from_hf(changed | {"sliding_window": None}).context_length == 8192
+    # Neither of these is a key of that family, whose window stays.
+    for other in ({"use_sliding_window": False}, {"layer_types": ["full_attention"] * 2}):
+        with pytest.raises(FolderError, match="'sliding_window' = 127 changes the mathematics"):
+            from_hf(values("mistral", sliding_window=127, **other))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("sliding_window", "4", "'sliding_window' must be a whole number or null, got '4'"),
+        ("layer_types", 3, "'layer_types' must be a list of texts, got 3"),
+        ("layer_types", [["x"], "full_attention"], "'layer_types' must be a list of texts"),
+        ("hidden_act", ["silu"], "'hidden_act' = .'silu'. changes the mathematics"),
+        ("rope_theta", "x", "'rope_theta' must be a number, got 'x'"),
+        ("rope_parameters", {"rope_theta": float("nan")}, "theta must be positive and finite"),
+        ("rms_norm_eps", -1.0, "norm_eps must be positive and finite"),
+        ("num_key_value_heads", 3, "num_kv_heads must divide num_heads = 4, got 3"),
+        ("head_dim", 7, "head_dim must be even"),
+        ("architectures", 5, "'architectures' = 5 changes the mathematics"),
+    ],
+)
+def test_values_that_cannot_be_are_errors_of_the_file(key, value, message):
+    with pytest.raises(FolderError, match=f"config.json: .*{message}"):
+        from_hf(values("qwen2", **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (1, r"block_configs\[3\]: expected a JSON object, got 1"),
+        ({"attention": 1}, r"block_configs\[3\].attention: expected a JSON object, got 1"),
+        ({"ffn": {"ffn_mult": "x"}}, "'ffn_mult' must be a number, got 'x'"),
+        ({"ffn": {"ffn_mult": float("nan")}}, "'ffn_mult' must be positive and finite, got nan"),
+        ({"ffn": {"ffn_mult": -1.0}}, "'ffn_mult' must be positive and finite, got -1.0"),
+        ({"attention": {"num_key_value_heads": "a"}}, "must be a positive integer, got 'a'"),
+    ],
+)
+def test_damaged_blocks(block, message):
+    changed = values("deci")
+    whole = changed["block_configs"][3]
+    changed["block_configs"][3] = whole | block if isinstance(block, dict) else block
+    with pytest.raises(FolderError, match=message):
+        from_hf(changed)
+
+
+def test_code_of_another_model_is_not_passed_over():
+    own = {"AutoConfig": "my.MyConfig", "AutoModelForCausalLM": "my.MyModel"}
+    for key, value in (("architectures", ["MyModel"]), ("auto_map", own)):
+        with pytest.raises(FolderError, match=f"'{key}' = .*it is not LlamaForCausalLM"):
+            from_hf(values("llama31", **{key: value}))
+        vouched = from_hf(values("llama31", **{key: value}), ignore_keys=(key,))
+        assert vouched == from_hf(values("llama31"))
+    from_hf(values("llama31", auto_map={"AutoTokenizer": ["my.MyTokenizer", None]}))
+    from_hf(values("llama31", architectures=["LLaMAForCausalLM"]))  # as the first files have it
+
+
+def test_no_context_is_no_wish_for_all_of_it():
+    with pytest.raises(ValueError, match="context_length must be at least 1"):
+        from_hf(values("llama31"), context_length=0)
+
+
+def test_json_that_is_too_deep(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(FolderError, match="is not valid JSON"):
+        read_json(tmp_path / "config.json")

@@ -262,3 +262,26 @@ def test_down_as_the_published_sparse_kernel_keeps_it(tmp_path):
     name = "model.layers.0.mlp.down_proj.weight"
     edit(folder, lambda t: t.update({name: np.ascontiguousarray(t[name].T)}))
     np.testing.assert_array_equal(load(folder)[1]["layer_0"]["ffn"]["down"], want)
+
+
+def test_a_second_copy_of_a_tied_embedding_in_a_dtype_that_we_do_not_read(tmp_path):
+    folder = copy("llama31", tmp_path)
+    edit(folder, lambda t: t.update({"lm_head.weight": np.zeros((64, 32), np.int8)}))
+    with pytest.raises(FolderError, match=r"lm_head.weight has dtype I8; expected one of F32"):
+        load(folder)
+
+
+def test_numbers_that_a_dtype_does_not_have(tmp_path):
+    """Rounding never makes an infinity: float16 ends at 65504."""
+    folder = copy("llama31", tmp_path)
+    name = "model.norm.weight"
+    edit(folder, lambda t: t[name].__setitem__(3, -70000))
+    with pytest.raises(ValueError, match=r"model.norm.weight holds -70000, which float16 has no"):
+        load(folder, dtype="float16")
+    config, params, _ = load(folder, dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"final_norm/scale holds -70144, which float16 has no"):
+        save(tmp_path / "out", config, params, dtype="float16")
+    # The largest that rounds to a finite number, and infinities that were there before.
+    edit(folder, lambda t: t[name].__setitem__(slice(3, 5), (65519, np.inf)))
+    scale = load(folder, dtype="float16")[1]["final_norm"]["scale"]
+    assert scale[3] == 65504 and np.isinf(scale[4])

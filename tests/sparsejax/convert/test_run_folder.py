@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from sparsejax.convert import load, load_run, save_run
+from sparsejax.convert import load, load_run, save, save_run
 from sparsejax.params import flatten
 from sparsejax.sharding import MeshConfig, make_mesh
 from sparsejax.training.load import load_model
@@ -45,3 +45,17 @@ def test_a_folder_with_checkpoints_is_not_written_over(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, before, load_run(tmp_path)[1])
     with pytest.raises(FileNotFoundError, match="holds no run"):
         load_run(tmp_path / "absent")
+
+
+def test_the_folder_that_the_model_came_from_keeps_its_config(tmp_path):
+    config, params, _ = load(GOLDEN / "llama31")
+    save(tmp_path, config, params)
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(ValueError, match=r"holds config.json already; name another folder"):
+        save_run(tmp_path, config, params)
+    assert (tmp_path / "config.json").read_bytes() == before
+    assert not (tmp_path / "checkpoints").exists()
+    save_run(tmp_path / "run", config, params)
+    with pytest.raises(ValueError, match=r"holds config.json of another model already"):
+        save(tmp_path / "run", config, params)
+    assert load_run(tmp_path / "run")[0] == config

@@ -188,3 +188,26 @@ def test_a_tensor_that_is_not_what_was_announced(tmp_path, arrays):
     with pytest.raises(ValueError, match=r"x: expected float32 \[4, 7\], got float32 \[7, 4\]"):
         write_folder(tmp_path, {"x": wrong})
     assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_a_single_file_beside_the_index_of_others(sharded, arrays):
+    safetensors.numpy.save_file({"wide": arrays["wide"]}, sharded / "model.safetensors")
+    with pytest.raises(FolderError, match=r"holds model.safetensors, which .*index.json does not"):
+        open_folder(sharded)
+    (sharded / "model.safetensors").unlink()
+    assert set(open_folder(sharded)) == set(arrays)
+
+
+@pytest.mark.parametrize("entry", ['"shape": [1.5]', '"shape": ["1"]', '"shape": [1], "dtype": []'])
+def test_header_entries_of_another_type(tmp_path, entry):
+    header = f'{{"x": {{"dtype": "F32", "data_offsets": [0, 4], {entry}}}}}'.encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\0\0")
+    with pytest.raises(FolderError, match="the header's entry of x is damaged"):
+        read_header(file)
+
+
+def test_an_index_that_is_too_deep(sharded):
+    (sharded / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(FolderError, match="is damaged: no JSON where"):
+        open_folder(sharded)

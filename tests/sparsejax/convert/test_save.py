@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from sparsejax import FFNConfig, LayerConfig, apply, init_params, presets, surgery
-from sparsejax.convert import chat_ids, load, save
+from sparsejax.convert import FolderError, chat_ids, load, save
 from sparsejax.data import HFTokenizer
 from sparsejax.generate import generate
 from sparsejax.params import flatten
@@ -293,3 +294,42 @@ def test_chat_templates(tmp_path):
     messages = [{"role": "user", "content": "w3 w4"}, {"role": "assistant", "content": "w5"}]
     assert chat_ids(tmp_path / "made", messages) == [3, 4, 49, 5, 49, 7]
     assert chat_ids(tmp_path / "made", messages, add_generation_prompt=False) == [3, 4, 49, 5, 49]
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "pytorch_model.bin"])
+def test_what_another_model_left_is_not_mixed_with_this_one(name, tmp_path):
+    config, params, _ = load(GOLDEN / "llama31")
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"holds {name} of another model already"):
+        save(tmp_path, config, params)
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "{}"
+
+
+def test_a_tokenizer_that_lies_in_its_place_already(tmp_path):
+    config, params, _ = load(GOLDEN / "llama31")
+    words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    save(tmp_path, config, params, HFTokenizer(tmp_path / "tokenizer.json"))
+    assert load(tmp_path)[2].vocab_size == 2
+
+
+def test_killed_while_writing(tmp_path, monkeypatch):
+    """What is there then does not load, and the next save does not mix with it."""
+    config, params, _ = load(GOLDEN / "llama31")
+    written = []
+
+    def replace(part, file):
+        written.append(file.name)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        os.rename(part, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sparsejax.convert.safetensors_io.os.replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, config, params, max_shard_bytes=30_000)
+    with pytest.raises(FolderError, match=r"has no config.json"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match=r"holds model-00001-of-.*safetensors already"):
+        save(tmp_path, config, params)
