@@ -24,6 +24,7 @@ from sparsejax.config import ModelConfig
 from sparsejax.data import HFTokenizer
 from sparsejax.params import count
 from sparsejax.sharding import MeshConfig, make_mesh
+from sparsejax.training.checkpoint import CheckpointError
 from sparsejax.types import Params
 
 
@@ -125,5 +126,5 @@ def _report(
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, CheckpointError) as error:  # what a user can mend
         sys.exit(f"{Path(__file__).name}: {error}")

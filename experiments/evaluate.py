@@ -131,9 +131,9 @@ def main(args: list[str] | None = None) -> int:
             max_tokens=flags.max_tokens,
             progress=True,
         )
+        report.add("perplexity", found.to_dict(), str(found))
         if flags.out is not None and jax.process_index() == 0:
             evaluation.write_curve(found, flags.out.parent, f"{flags.out.stem}_by_position")
-        report.add("perplexity", found.to_dict(), str(found))
     for file, rows in questions.items():
         scored = evaluation.multiple_choice(
             model, rows, separator=flags.separator, batch_size=flags.batch_size, progress=True

@@ -120,10 +120,10 @@ def open_model(
         loaded = load_model(folder, step=step, mesh=mesh)
         config, params, step = loaded.config, loaded.params, loaded.step
         found = None if tokenizer else run_tokenizer(loaded.data)
-        if context_length is not None and context_length > config.context_length:
+        if context_length is not None and not 1 <= context_length <= config.context_length:
             raise ValueError(
-                f"context_length must be at most the model's {config.context_length}, "
-                f"got {context_length}"
+                "context_length must be at least 1 and at most the model's "
+                f"{config.context_length}, got {context_length}"
             )
     else:
         if step is not None:

@@ -125,7 +125,7 @@ def read_questions(path: str | os.PathLike) -> list[Question]:
 def _question(line: bytes, number: int) -> Question:
     try:
         row = json.loads(line.decode("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON in UTF-8 ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {row!r:.60}")
@@ -174,8 +174,8 @@ def multiple_choice(
       progress: show a progress bar.
 
     Raises:
-      ValueError: no question, or a choice that is too long for the model or has no token (names the
-        line); a batch that does not fit the mesh.
+      ValueError: no question, or a choice that is too long for the model, has no token, or has the
+        same ids as another (names the line); a batch that does not fit the mesh.
       FloatingPointError: a score is NaN or infinite.
     """
     if not questions:
@@ -183,6 +183,7 @@ def multiple_choice(
     pairs = []
     limit = model.config.context_length
     for question in questions:
+        own = []
         for i, choice in enumerate(question.choices):
             text = (separator if question.context else "") + choice
             place = f"line {question.line}, choice {i}"
@@ -195,7 +196,13 @@ def multiple_choice(
                     f"{place} has {len(pair.continuation)} tokens, more than the model's context "
                     f"length {limit}"
                 )
-            pairs.append(pair)
+            if pair in own:  # as a tokenizer without capitals makes of "A" and "a"
+                raise ValueError(
+                    f"{place} and choice {own.index(pair)} are the same ids to the tokenizer, so "
+                    "no score can tell them apart"
+                )
+            own.append(pair)
+        pairs += own
     scores = iter(score_pairs(model, pairs, batch_size=batch_size, progress=progress))
     result = MultipleChoice([], [], [q.answer for q in questions], 0)
     cut = 0

@@ -141,3 +141,25 @@ def test_a_damaged_folder_ends_with_one_line(source, tmp_path):
         f"convert.py: {source}/config.json: 'mlp_bias' = True changes the mathematics and is not "
         "supported\n"
     )
+
+
+def test_a_folder_is_not_converted_into_itself(script, source):
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    with pytest.raises(ValueError, match=r"holds config.json already; name another folder"):
+        script.main(["--from", str(source), "--to", str(source)])
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
+
+
+def test_a_target_that_cannot_be_written_is_one_line(source, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    command = [
+        sys.executable,
+        "experiments/convert.py",
+        "--from",
+        source,
+        "--to",
+        tmp_path / "file",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "convert.py: " in done.stderr and "Traceback" not in done.stderr

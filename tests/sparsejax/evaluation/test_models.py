@@ -82,7 +82,8 @@ def test_what_cannot_be_opened(run, hf, tmp_path):
         open_model(tmp_path / "interrupted")
     with pytest.raises(ValueError, match="step is for runs"):
         open_model(hf, step=3)
-    with pytest.raises(ValueError, match="context_length must be at most the model's 32"):
-        open_model(run, context_length=33)
+    for length in (33, 0):
+        with pytest.raises(ValueError, match="must be at least 1 and at most the model's 32"):
+            open_model(run, context_length=length)
     with pytest.raises(ValueError, match="the mesh does not fit the model"):
         open_model(run, make_mesh(MeshConfig(tensor=8)))

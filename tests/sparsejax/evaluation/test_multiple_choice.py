@@ -1,11 +1,15 @@
 """Accuracies from scores worked out one by one; rows that cannot be used, by line."""
 
+import dataclasses
 import json
 import math
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
 
+from sparsejax.data import HFTokenizer
 from sparsejax.evaluation import Question, multiple_choice, read_questions
 
 QUESTIONS = [
@@ -130,3 +134,25 @@ def test_bad_rows(tmp_path, row, message):
 def test_many_bad_rows(tmp_path):
     with pytest.raises(ValueError, match=r"line 10: .*\n  and 2 more lines$"):
         read_questions(write(tmp_path, *[[]] * 12))
+
+
+def test_choices_that_the_tokenizer_cannot_tell_apart(model, tmp_path):
+    """Their scores are equal, and the first of them would always be the model's answer."""
+    words = tokenizers.Tokenizer(models.WordLevel({"is": 0, "yes": 1, "no": 2, "</s>": 3}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.normalizer = normalizers.Lowercase()
+    words.add_special_tokens(["</s>"])
+    words.save(str(tmp_path / "words.json"))
+    lower = dataclasses.replace(model, tokenizer=HFTokenizer(tmp_path / "words.json"))
+    with pytest.raises(ValueError, match="line 3, choice 2 and choice 0 are the same ids"):
+        multiple_choice(lower, [Question("is", ("yes", "no", "Yes"), 0, 3)])
+    # Two questions may well have the same choices.
+    same = Question("is", ("yes", "no"), 0)
+    assert len(multiple_choice(lower, [same, same]).answers) == 2
+
+
+def test_rows_that_are_too_deep(tmp_path):
+    file = tmp_path / "deep.jsonl"
+    file.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="line 1: not JSON in UTF-8"):
+        read_questions(file)
