@@ -161,13 +161,13 @@ def _after_gate(x, pre, up, down, *, gated: bool, config: FFNConfig, training: b
 
     def dense():
         up_out = jnp.einsum("md,fd->mf", x, up) if gated else None
-        output = reference.after_gate(x, pre, up_out, down, activation="relu", count_neurons=False)
+        h, l1, nnz = pallas_triton_tail.product(pre, up_out)
         lists = ()
         if training:
             shape = (tokens, pallas_triton_walk.list_slots(features, config))
             dtypes = [jnp.int32, pre.dtype, *([x.dtype] if gated else [])]
-            lists = (output.nnz, *(tl.unwritten(shape, dtype) for dtype in dtypes))
-        return output.y, output.l1, output.nnz, lists, up_out if full else ()
+            lists = (nnz, *(tl.unwritten(shape, dtype) for dtype in dtypes))
+        return jnp.einsum("mf,fd->md", h, down), l1, nnz, lists, up_out if full else ()
 
     ways = [dense, lambda: sparse(None), with_hot]
     if config.choice == "auto" and tokens >= config.choose_tokens:

@@ -141,6 +141,49 @@ def _down_kernel(count_ref, rows_ref, h_ref, down_ref, _y, y_ref, *, tile, colum
     _for_each_tile(count, tile.rows, width // columns, tile.group, one)
 
 
+def _product_kernel(pre_ref, *refs, gated):
+    up_ref = refs[0] if gated else None
+    h_ref, l1_ref, nnz_ref = refs[-3:]
+    row, features = pl.program_id(0), pre_ref.shape[1]
+    chunk = min(_ROW_CHUNK, max(32, pl.next_power_of_2(features)))
+
+    def step(k, carry):
+        l1, nnz = carry
+        column = k * chunk + lax.broadcasted_iota(jnp.int32, (chunk,), 0)
+        mask = column < features
+        pre = tl.load(pre_ref.at[row, column], mask=mask, other=-1.0).astype(jnp.float32)
+        active = tl.is_active(pre)
+        h = pre
+        if up_ref is not None:
+            h *= tl.load(up_ref.at[row, column], mask=mask, other=0.0).astype(jnp.float32)
+        h = jnp.where(active, h, 0.0)
+        tl.store(h_ref.at[row, column], h.astype(h_ref.dtype), mask=mask)
+        return l1 + jnp.sum(jnp.abs(h)), nnz + jnp.sum(active.astype(jnp.int32))
+
+    start = (jnp.float32(0), jnp.int32(0))
+    l1_ref[row], nnz_ref[row] = lax.fori_loop(0, pl.cdiv(features, chunk), step, start)
+
+
+def product(pre: Array, up_out: Array | None) -> list[Array]:
+    """h = relu(pre) * up_out (M, F) in pre's dtype, l1 and nnz (M,), in one pass over memory.
+
+    XLA makes h in one pass and the two sums in a second (77 + 125 us at 16,384 x 5,632, one H200).
+    """
+    row = pre.shape[:1]
+    return tl.pallas_call(
+        functools.partial(_product_kernel, gated=up_out is not None),
+        name="gated_ffn_product",
+        grid=row,
+        out_shape=[
+            jax.ShapeDtypeStruct(pre.shape, pre.dtype),
+            jax.ShapeDtypeStruct(row, jnp.float32),
+            jax.ShapeDtypeStruct(row, jnp.int32),
+        ],
+        num_warps=4,
+        num_stages=1,
+    )(pre, *([] if up_out is None else [up_out]))
+
+
 def tail(
     count: Array,
     rows: Array,
