@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.params import path_string
+from sparsejax.sharding_errors import Split, misfit
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -125,24 +126,21 @@ def tree_shardings(mesh: Mesh, tree: Any, rules: Rules | None = None) -> Any:
     """The `NamedSharding` of every leaf on `mesh`, checked to divide evenly.
 
     Raises:
-      ValueError: as `partition_specs`, or an axis does not divide a dimension (lists all of them).
+      ValueError: as `partition_specs`, or an axis does not divide a dimension (lists them, and says
+        what would fit).
     """
     specs = partition_specs(tree, rules)
-    problems: list[str] = []
+    splits: list[Split] = []
 
     def place(path: tuple[Any, ...], leaf: Any, spec: P) -> NamedSharding:
         for dim, (size, axes) in enumerate(zip(leaf.shape, spec, strict=False)):
-            ways = _ways(mesh, axes)
-            if size % ways:
-                problems.append(
-                    f"{path_string(path)}: dimension {dim} of size {size} does not divide over "
-                    f"{axes!r} = {ways} devices"
-                )
+            if axes is not None:
+                splits.append(Split(path_string(path), dim, size, axes, _ways(mesh, axes)))
         return NamedSharding(mesh, spec)
 
     shardings = jax.tree_util.tree_map_with_path(place, tree, specs)
-    if problems:
-        raise ValueError("the mesh does not fit the model:\n  " + "\n  ".join(problems))
+    if problem := misfit(splits):
+        raise ValueError(problem)
     return shardings
 
 
@@ -187,11 +185,17 @@ def gather_fsdp(x: jax.Array, path: str) -> jax.Array:
     """Constrains a parameter to its rule without `fsdp`: one all-gather, in x's dtype, at its use.
 
     Without this the compiler may split a contraction over fsdp, which is also the batch's axis.
+
+    x is constrained to its whole rule first. Otherwise a cast in front of this takes the gathered
+    sharding too, and the stored float32 travels instead of the bfloat16 it becomes. The gradient
+    goes the same way back: summed as it comes out of the layer, then cut to this device's share,
+    which together is a reduce-scatter, and the share alone is kept and cast.
     """
     for pattern, spec in RULES:
         if re.search(pattern, path):
-            axes = [None if a == "fsdp" else a for a in spec]
-            return constrain(x, *axes, *[None] * (x.ndim - len(axes)))
+            rest = [None] * (x.ndim - len(spec))
+            split = constrain(x, *spec, *rest)
+            return constrain(split, *(None if a == "fsdp" else a for a in spec), *rest)
     return x
 
 

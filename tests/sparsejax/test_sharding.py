@@ -131,8 +131,9 @@ def test_sizes_that_do_not_divide_are_listed_by_name_and_number():
     with pytest.raises(ValueError, match="the mesh does not fit the model") as caught:
         tree_shardings(make_mesh(MeshConfig(1, 2, 4)), param_shapes(config))
     assert str(caught.value).splitlines()[1:] == [
-        "  embed/embedding: dimension 0 of size 62 does not divide over 'tensor' = 4 devices",
-        "  lm_head/kernel: dimension 1 of size 62 does not divide over 'tensor' = 4 devices",
+        "  vocabulary: embed/embedding: dimension 0 of size 62 does not divide over 'tensor' = 4 "
+        "devices, and 1 more like it",
+        "--mesh.tensor must divide 2 for this model; the other devices can go to --mesh.fsdp",
     ]
 
 
@@ -188,6 +189,30 @@ def test_gather_fsdp_keeps_the_tensor_split():
             y = jax.jit(functools.partial(gather_fsdp, path=path))(x)
             assert {s.data.size for s in y.addressable_shards} == {x.size // 2}, path
     assert gather_fsdp(x, "somewhere/else") is x
+
+
+def test_gather_fsdp_sends_the_dtype_that_is_used_and_keeps_a_share_of_the_gradient():
+    mesh = make_mesh(MeshConfig(1, 8, 1))
+    weight = jax.ShapeDtypeStruct((96, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((16, 24, 64), jnp.float16)
+    shardings = tree_shardings(mesh, {"ffn": {"up": weight}})["ffn"]["up"], batch_sharding(mesh)
+
+    def f(weight, x):
+        used = gather_fsdp(weight.astype(jnp.float16), "ffn/up")
+        return jnp.sum(jnp.einsum("btd,fd->btf", x, used).astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh):
+        grad = jax.jit(jax.grad(f), in_shardings=shardings)
+        text = grad.lower(weight, x).compile().as_text()
+    (gather,) = re.findall(r"= (\w+)\[([\d,]+)\]\S* all-gather(?:-start)?\(", text)
+    assert gather == ("f16", "96,64")
+    # Backward the sum comes first, then the cut, then the cast.
+    with jax.set_mesh(mesh):
+        lines = str(jax.make_jaxpr(jax.grad(f))(weight, x)).splitlines()
+    lines = [line for line in lines if re.search(r"f(16|32)\[96,64\] =", line)]
+    steps = [re.search(r"= (\w+)", line)[1] for line in lines]
+    assert steps[-3:] == ["sharding_constraint", "sharding_constraint", "convert_element_type"]
+    assert steps.count("sharding_constraint") == 4
 
 
 # ---- the model on eight devices -----------------------------------------------------------------
