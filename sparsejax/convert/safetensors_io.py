@@ -238,15 +238,18 @@ def _write_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
     encoded = json.dumps(header).encode("utf-8")
     encoded += b" " * (-len(encoded) % 8)
     part = file.with_name(file.name + ".part")
-    with part.open("wb") as stream:
-        stream.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name in order:
-            array = tensors[name].get()
-            if array.shape != tensors[name].shape or array.dtype != tensors[name].dtype:
-                raise ValueError(
-                    f"{name}: expected {tensors[name].dtype} {list(tensors[name].shape)}, got "
-                    f"{array.dtype} {list(array.shape)}"
-                )
-            # A transposed view has its bytes in another order than its elements.
-            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    os.replace(part, file)
+    try:
+        with part.open("wb") as stream:
+            stream.write(len(encoded).to_bytes(8, "little") + encoded)
+            for name in order:
+                array = tensors[name].get()
+                if array.shape != tensors[name].shape or array.dtype != tensors[name].dtype:
+                    raise ValueError(
+                        f"{name}: expected {tensors[name].dtype} {list(tensors[name].shape)}, got "
+                        f"{array.dtype} {list(array.shape)}"
+                    )
+                # A transposed view has its bytes in another order than its elements.
+                stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)  # it would fill a full disk, and bar the next attempt

@@ -63,8 +63,8 @@ def save(
 
     Raises:
       ValueError: the family (or, with None, every one) cannot hold the model: says why; parameters
-        that do not fit the config, or a number that is infinite in `dtype`; or a folder that
-        holds weights, a config.json or another tokenizer already.
+        or a tokenizer that do not fit the config; a number that is infinite in `dtype`; or a
+        folder that holds weights, a config.json or another tokenizer already.
     """
     check_params(config, params)
     allowed = [d.name for d in DTYPES.values()]
@@ -72,6 +72,11 @@ def save(
         raise ValueError(f"dtype must be one of {allowed} or None, got {dtype!r}")
     chosen = families.for_config(config) if family is None else families.named(family)
     values = config_json.to_hf(config, chosen)
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer {tokenizer.path} has ids up to {tokenizer.vocab_size - 1}, but the "
+            f"embedding has vocab_size = {config.vocab_size} rows"
+        )
     folder = Path(path)
     _refuse_leftovers(folder, tokenizer)
     tensors = dict(_tensor(p, leaf, dtype) for p, leaf in flatten(params).items())

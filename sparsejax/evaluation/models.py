@@ -153,7 +153,14 @@ def open_model(
 def _added_in_front(tokenizer: HFTokenizer) -> tuple[int, ...]:
     """What the tokenizer's own template puts before a text, such as <s>."""
     raw = tokenizers.Tokenizer.from_file(str(tokenizer.path))
-    plain = raw.encode("a", add_special_tokens=False).ids
-    whole = raw.encode("a", add_special_tokens=True).ids
+    special = {token.content for token in raw.get_added_tokens_decoder().values()}
+    vocab = raw.get_vocab()
+    # A tokenizer of words may have no token for a letter, and a text without one says nothing.
+    words = ["a"] if "a" in vocab else sorted(vocab.keys() - special, key=lambda w: vocab[w])
+    text = next((word for word in words if raw.encode(word, add_special_tokens=False).ids), None)
+    if text is None:
+        return ()
+    plain = raw.encode(text, add_special_tokens=False).ids
+    whole = raw.encode(text, add_special_tokens=True).ids
     starts = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
     return tuple(whole[: starts[0]]) if starts else ()

@@ -211,3 +211,14 @@ def test_an_index_that_is_too_deep(sharded):
     (sharded / "model.safetensors.index.json").write_text("[" * 100_000)
     with pytest.raises(FolderError, match="is damaged: no JSON where"):
         open_folder(sharded)
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, arrays):
+    def fails():
+        raise OSError(28, "No space left on device")
+
+    wide = tensor(arrays["wide"])
+    with pytest.raises(OSError, match="No space left"):
+        write_folder(tmp_path, {"x": wide, "y": Tensor(wide.shape, wide.dtype, fails)})
+    assert not list(tmp_path.iterdir())
+    write_folder(tmp_path, {"x": wide})  # the next attempt is not barred

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -178,7 +179,11 @@ def test_the_tokenizer_goes_along_and_padding_rows_are_never_emitted(tmp_path):
 
 def test_a_tokenizer_with_more_ids_than_rows(tmp_path):
     config, params, _ = load(GOLDEN / "llama31")
-    save(tmp_path / "out", config, params, make_tokenizer(tmp_path / "made", 65))
+    large = make_tokenizer(tmp_path / "made", 65)
+    with pytest.raises(ValueError, match="has ids up to 64, but the embedding has vocab_size = 64"):
+        save(tmp_path / "out", config, params, large)
+    save(tmp_path / "out", config, params)
+    shutil.copy(large.path, tmp_path / "out" / "tokenizer.json")
     with pytest.raises(ValueError, match="has ids up to 64, but the embedding has vocab_size = 64"):
         load(tmp_path / "out")
 

@@ -5,6 +5,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from sparsejax import convert
 from sparsejax.data import ByteTokenizer, array_source
@@ -87,3 +89,14 @@ def test_what_cannot_be_opened(run, hf, tmp_path):
             open_model(run, context_length=length)
     with pytest.raises(ValueError, match="the mesh does not fit the model"):
         open_model(run, make_mesh(MeshConfig(tensor=8)))
+
+
+def test_the_first_token_of_a_tokenizer_without_letters(hf, tmp_path):
+    words = tokenizers.Tokenizer(models.WordLevel({"is": 0, "yes": 1, "<s>": 2, "</s>": 3}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<s>", "</s>"])
+    words.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 2)]
+    )
+    words.save(str(tmp_path / "words.json"))
+    assert open_model(hf, tokenizer=str(tmp_path / "words.json")).prefix == (2,)
