@@ -9,6 +9,7 @@ all-to-all, and twice that for an all-reduce.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -48,9 +49,8 @@ class Collective:
     Attributes:
       name: the instruction's; a profiler's rows carry it.
       kind: one of `KINDS`.
-      size: bytes of the whole array, or of all arrays that were combined: what is gathered, what is
-        reduced. Per group and per run.
-      dtypes: bytes by dtype, adding up to `size`.
+      arrays: (dtype, shape) of what is gathered or reduced, whole; several where the compiler
+        combined some.
       groups: devices that take part together, as numbers in the order of the mesh.
       runs: how often one execution of the program runs it.
       op_name: where in the traced program it comes from.
@@ -58,11 +58,15 @@ class Collective:
 
     name: str
     kind: str
-    size: int
-    dtypes: dict[str, int]
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
     groups: tuple[tuple[int, ...], ...]
     runs: int
     op_name: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole arrays, per group and run."""
+        return sum(array_bytes(*array) for array in self.arrays)
 
     @property
     def ways(self) -> int:
@@ -138,35 +142,41 @@ def totals(found: Iterable[Collective], mesh: Mesh) -> list[dict[str, object]]:
     ]
 
 
+def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of an array by its name in HLO text."""
+    return _WIDTH.get(dtype, 1) * math.prod(shape)  # what is not named is a form of float8
+
+
 def _collective(match: re.Match[str], devices: int) -> Collective:
     kind, rest = match["kind"], match["rest"]
-    dtypes = _sizes(match["type"])
+    arrays = _arrays(match["type"])
     groups = _groups(rest, devices, kind)
     if match["start"] and kind != "all-reduce":
-        # (operands, results, ...): the whole array is the larger of the two.
-        parts = [_sizes(part) for part in _parts(match["type"])[:2]]
-        dtypes = max(parts, key=lambda sizes: sum(sizes.values()))
+        # (operands, results, ...): the whole arrays are the larger of the two.
+        parts = [_arrays(part) for part in _parts(match["type"])[:2]]
+        arrays = max(parts, key=lambda part: sum(array_bytes(*array) for array in part))
     elif kind == "reduce-scatter":
-        dtypes = {dtype: size * len(groups[0]) for dtype, size in dtypes.items()}
+        along = re.search(r"\bdimensions=\{(\d+)\}", rest)
+        at = int(along[1]) if along else 0
+        arrays = [
+            (dtype, (*shape[:at], shape[at] * len(groups[0]), *shape[at + 1 :]))
+            for dtype, shape in arrays
+        ]
     op_name = re.search(r'op_name="([^"]*)"', rest)
     return Collective(
         name=match["name"],
         kind=kind,
-        size=sum(dtypes.values()),
-        dtypes=dtypes,
+        arrays=tuple(arrays),
         groups=groups,
         runs=1,
         op_name=op_name[1] if op_name else "",
     )
 
 
-def _sizes(text: str) -> dict[str, int]:
-    """Bytes by dtype of all arrays in a type."""
-    sizes: dict[str, int] = defaultdict(int)
-    for dtype, dims in _ARRAY.findall(text):
-        width = _WIDTH.get(dtype, 1)  # what is left are the forms of float8
-        sizes[dtype] += width * int(np.prod([int(n) for n in dims.split(",") if n]))
-    return dict(sizes)
+def _arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of all arrays in a type."""
+    found = _ARRAY.findall(text)
+    return [(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in found]
 
 
 def _parts(text: str) -> list[str]:
@@ -218,12 +228,12 @@ def _groups(rest: str, devices: int, kind: str) -> tuple[tuple[int, ...], ...]:
             at = before * n
         dims.append(size // at)
     ids = np.moveaxis(ids.reshape(dims), own, range(-len(own), 0))
-    return _rows(ids.reshape(-1, int(np.prod([dims[i] for i in own]))))
+    return _rows(ids.reshape(-1, math.prod(dims[i] for i in own)))
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:
     shape = _numbers(dims)
-    ids = np.arange(int(np.prod(shape))).reshape(shape)
+    ids = np.arange(math.prod(shape)).reshape(shape)
     return (ids if order is None else ids.transpose(_numbers(order))).reshape(-1)
 
 
