@@ -165,7 +165,7 @@ def bench_real(flags: Flags, tokens: int) -> Iterator[tuple[float, list[dict]]]:
     pre = pre_activations(masks_of(0), jax.random.key(0))
     dense_args = tuple((x, *weights) for x in xs)
     gate_args = tuple((x, weights[0]) for x in xs)
-    forms = {"engine": bench.after_gate_form(flags.d_model, features, dtype), **bench.DENSE}
+    forms = {"engine": bench.after_gate_form(tokens, flags.d_model, features, dtype), **bench.DENSE}
     forms["gate"] = lambda x, gate: x @ gate.T
     arguments = dict.fromkeys(bench.DENSE, dense_args) | {"gate": gate_args}
     arguments["engine"] = tuple((x, pre, *weights[1:]) for x in xs)

@@ -1,8 +1,11 @@
-"""Tile shapes that are known to fit: a launch never asks for more shared memory than there is."""
+"""Launch settings: tables of what was measured, and tiles that fit the device's shared memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,6 +19,35 @@ def shared_memory_limit() -> int:
     capability = int(text.replace(".", "")) if text.replace(".", "").isdigit() else 90
     known = [limit for least, limit in SHARED_MEMORY_LIMITS.items() if least <= capability]
     return known[-1] if known else min(SHARED_MEMORY_LIMITS.values())
+
+
+class Bucket(NamedTuple):
+    """What a measurement holds for: a device, a dtype, and sizes to the nearest power of two."""
+
+    device: str
+    dtype: str
+    tokens: int
+    width: int
+    features: int
+
+
+def bucket(device: str, dtype: Any, tokens: int, width: int, features: int) -> Bucket:
+    """The bucket of a call; sizes round to the nearest power of two on a logarithmic scale."""
+    near = (1 << round(math.log2(max(1, size))) for size in (tokens, width, features))
+    return Bucket(device, str(jax.numpy.dtype(dtype)), *near)
+
+
+def device_kind() -> str:
+    """Name of the default device, such as "NVIDIA H200"."""
+    return str(jax.devices()[0].device_kind)
+
+
+def measured(table: Mapping[Bucket, Mapping[str, Any]], key: Bucket) -> Mapping[str, Any]:
+    """Settings measured for a bucket; for other token counts of the same layer, the nearest's."""
+    same = [b for b in table if b._replace(tokens=0) == key._replace(tokens=0)]
+    if not same:
+        return {}
+    return table[min(same, key=lambda b: abs(math.log2(b.tokens / key.tokens)))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,9 +127,9 @@ def train_forms(implementation: str) -> dict[str, Callable[..., Any]]:
     return named | {name: gradients(form, False) for name, form in DENSE.items()}
 
 
-def after_gate_form(width: int, features: int, dtype: Any) -> Callable[..., Any]:
+def after_gate_form(tokens: int, width: int, features: int, dtype: Any) -> Callable[..., Any]:
     """The stages after the gate, as a function of (x, pre, up, down)."""
-    config = configs.default(width, features, jnp.dtype(dtype).itemsize)
+    config = configs.default(tokens, width, features, dtype)
     return functools.partial(pallas_triton.after_gate, gated=True, config=config)
 
 

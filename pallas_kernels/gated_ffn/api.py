@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Literal, get_args
 
 import jax
@@ -82,7 +83,8 @@ def gated_ffn(
     """
     _validate(x, gate, up, down, gate_bias, activation, residuals)
     chosen = engine(x, gate, up, activation, implementation)
-    config = config or configs.default(x.shape[-1], up.shape[0], x.dtype.itemsize)
+    tokens, (features, width) = math.prod(x.shape[:-1]), up.shape
+    config = config or configs.default(tokens, width, features, x.dtype)
     config = dataclasses.replace(config, residuals=residuals or config.residuals)
     call = _Call(chosen, activation, count_neurons, config)
     return _gated_ffn(call, x, gate, up, down, gate_bias)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
+
+import jax.numpy as jnp
 
 from pallas_kernels import tuning
 
@@ -58,26 +60,46 @@ class FFNConfig:
     grad_rows: int = 512
 
 
-def default(width: int, features: int, itemsize: int) -> FFNConfig:
-    """The configuration for weights (features, width): measured where known, else scaled from it.
+# Each setting with what it was chosen from: ms on one H200, jax 0.11.2, bf16, 16,384 x 2048 x 5632.
+MEASURED = {
+    tuning.Bucket("NVIDIA H200", "bfloat16", 16384, 2048, 4096): {
+        # 1 / 2 / 4 / 8 warps: 0.332 / 0.311 / 0.292 / 0.344 at 15 active neurons, 0.529 / 0.507 /
+        # 0.517 / 0.592 at 30, 0.994 / 0.940 / 0.972 / 1.104 at 60.
+        "walk_warps": 4,
+        # 1 / 2 / 4 warps of 4 entries, launch included: 0.30 / 0.33 / 0.36 at 30, 0.55 / 0.63 /
+        # 0.65 at 60; 1 warp of 1 / 2 / 4 entries: 0.31 / 0.33 / 0.30 and 0.61 / 0.60 / 0.55.
+        "grad_hidden_warps": 1,
+        "grad_hidden_unroll": 4,
+        # 2 / 4 / 8 warps 0.456 / 0.457 / 0.453 at 30, 0.731 / 0.757 / 0.815 at 60 by a power law;
+        # 1 / 2 / 4 entries a step: 0.449 / 0.456 / 0.452.
+        "grad_warps": 4,
+        "grad_unroll": 2,
+        # 2 / 4 / 8 entries a step: 0.532 / 0.524 / 0.556 at 30.
+        "grad_unroll_weights": 4,
+        # At most 64 / 128 / 256, training, power law: 2.42 / 2.28 / 2.43 at 30, 3.60 / 3.28 / 3.17
+        # at 60.
+        "hot_neurons": 128,
+    },
+}
 
-    Measured on one H200, jax 0.11.2, bf16, 16,384 tokens, D = 2048, F = 5632 (notes_ffn.md): walk
-    with 2 / 4 warps 0.311 / 0.292 ms at 15 active neurons, 0.507 / 0.517 at 30, 0.940 / 0.972 at
-    60 (1 warp: 0.332 / 0.529 / 0.994, 8 warps: 0.344 / 0.592 / 1.104). One warp holds 512 to 1,024
-    columns of x and of the result in registers, hence the rule for other widths. Backward, at 30
-    and 60: hidden gradients with 1 / 2 / 4 warps of 4 entries 0.30 / 0.33 / 0.36 and 0.55 / 0.63 /
-    0.65 (launch included); dx the same with 2 and 4 warps; weight gradients with 256 columns in one
-    warp 0.61 and 1.13, with 512 in one or two 0.63 to 0.67 and 1.16, with 1,024 and more from 0.77.
-    Hot neurons, training, power law, 30 and 60: at most 64 / 128 / 256 of them 2.42 / 2.28 / 2.43
-    and 3.60 / 3.28 / 3.17.
+
+def default(
+    tokens: int, width: int, features: int, dtype: Any, device: str | None = None
+) -> FFNConfig:
+    """The configuration for x (tokens, width) and weights (features, width).
+
+    Measured where known (`MEASURED`), else scaled from it: one warp of the walk holds 512 to 1,024
+    columns of x and of the result in registers, one warp of the hidden gradients a row of 2,048.
+    Tiles fit the device's shared memory.
     """
     padded = 1 << (width - 1).bit_length()
-    walk_warps = min(16, max(1, 1 << max(0, (width - 1) // 768).bit_length()))
-    tile = tuning.matmul_tile(itemsize)
-    return FFNConfig(
-        walk_warps=walk_warps,
-        grad_hidden_warps=max(1, padded // 2048),
+    tile = tuning.matmul_tile(jnp.dtype(dtype).itemsize)
+    config = FFNConfig(
+        walk_warps=min(16, max(1, 1 << max(0, (width - 1) // 768).bit_length())),
+        grad_hidden_warps=max(1, min(16, padded // 2048)),
         grad_warps=max(1, min(16, padded // 512)),
         tail_up=tile,
         tail_down=tile,
     )
+    key = tuning.bucket(device or tuning.device_kind(), dtype, tokens, width, features)
+    return dataclasses.replace(config, **tuning.measured(MEASURED, key))

@@ -61,7 +61,7 @@ def test_stored_masks_are_what_the_stages_see(script, tmp_path, monkeypatch):
     file = tmp_path / "masks.npz"
     np.savez(file, bits=np.packbits(masks, axis=-1))
 
-    def dense_after(width, features, dtype):
+    def dense_after(tokens, width, features, dtype):
         return lambda x, pre, up, down: (ffn_benchmark.relu(pre) * (x @ up.T)) @ down
 
     monkeypatch.setattr(ffn_benchmark, "after_gate_form", dense_after)

@@ -1,0 +1,40 @@
+"""Buckets and the table of measured launch settings; tiles are in test_lowering.py."""
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import tuning
+from pallas_kernels.gated_ffn import config
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [((1, 16, 33), (1, 16, 32)), ((16384, 2048, 5632), (16384, 2048, 4096)),
+     ((12000, 2560, 6000), (16384, 2048, 8192)), ((11000, 3000, 97), (8192, 4096, 128))],
+)  # fmt: skip
+def test_sizes_round_to_the_nearest_power_of_two(sizes, expected):
+    key = tuning.bucket("NVIDIA H200", jnp.bfloat16, *sizes)
+    assert key == ("NVIDIA H200", "bfloat16", *expected)
+
+
+def test_the_nearest_token_count_of_the_same_layer_counts():
+    def key(tokens, width=2048, device="a"):
+        return tuning.Bucket(device, "bfloat16", tokens, width, 4096)
+
+    table = {key(1024): {"warps": 1}, key(16384): {"warps": 2}}
+    assert tuning.measured(table, key(2048)) == {"warps": 1}
+    assert tuning.measured(table, key(65536)) == {"warps": 2}
+    assert tuning.measured(table, key(1024, width=1024)) == {}
+    assert tuning.measured(table, key(1024, device="b")) == {}
+
+
+def test_measured_settings_come_before_the_rule():
+    h200 = config.default(16384, 2048, 5632, jnp.bfloat16, device="NVIDIA H200")
+    for name, value in next(iter(config.MEASURED.values())).items():
+        assert getattr(h200, name) == value
+    for width in (768, 1024, 2560, 4096, 8192):
+        other = config.default(16384, width, 5632, jnp.float32, device="another")
+        for name in ("walk_warps", "grad_warps", "grad_hidden_warps"):
+            warps = getattr(other, name)
+            assert 1 <= warps <= 16
+            assert warps & (warps - 1) == 0
