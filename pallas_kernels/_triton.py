@@ -157,7 +157,9 @@ def on_cuda() -> bool:
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         return any(name in str(device).lower() for name in ("gpu", "cuda", "nvidia"))
-    return jax.default_backend() == "gpu"
+    # AMD's backend is called "gpu" too.
+    version = str(getattr(jax.devices()[0].client, "platform_version", ""))
+    return jax.default_backend() == "gpu" and "rocm" not in version.lower()
 
 
 def partitioned_axes() -> list[str]:

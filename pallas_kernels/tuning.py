@@ -13,10 +13,15 @@ import jax
 SHARED_MEMORY_LIMITS = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 
 
+def compute_capability() -> int:
+    """The default device's, times ten (90 for Hopper, and where there is no CUDA device to ask)."""
+    text = str(getattr(jax.devices()[0], "compute_capability", "9.0")).replace(".", "")
+    return int(text) if text.isdigit() else 90
+
+
 def shared_memory_limit() -> int:
     """The default device's limit in bytes; Hopper's where there is no CUDA device to ask."""
-    text = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
-    capability = int(text.replace(".", "")) if text.replace(".", "").isdigit() else 90
+    capability = compute_capability()
     known = [limit for least, limit in SHARED_MEMORY_LIMITS.items() if least <= capability]
     return known[-1] if known else min(SHARED_MEMORY_LIMITS.values())
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import _triton as tl
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, tuning
 from pallas_kernels.gated_ffn import (
     pallas_triton_decode,
     pallas_triton_plan,
@@ -66,7 +66,8 @@ def pays(x: Array, up: Array) -> bool:
     """Whether a call of these shapes was measured to gain, or lose no more than a few percent."""
     tokens, (features, width) = math.prod(x.shape[:-1]), up.shape
     large = tokens >= 4096 and width >= 1536 and features >= 4096
-    return large and x.dtype == jnp.bfloat16 and not dispatch.interpreting()
+    measured = x.dtype == jnp.bfloat16 and tuning.compute_capability() >= 90
+    return large and measured and not dispatch.interpreting()
 
 
 def forward(
