@@ -64,8 +64,8 @@ def gated_ffn(
       activation: "relu" (sparse) or "silu" / "gelu" (dense engine only).
       implementation: "xla" (dense), "triton" (on CUDA; dense or sparse on the device's own count,
         forward and backward), or None, which takes "triton" where it was measured to pay: bfloat16
-        on Hopper, from 4,096 tokens and from D = 1,536 and F = 4,096 on. Arrays sharded over a mesh belong in
-        `jax.shard_map` with "triton": nothing partitions the kernels.
+        on Hopper, from 4,096 tokens and from D = 1,536 and F = 4,096 on. Arrays sharded over a mesh
+        belong in `jax.shard_map` with "triton": nothing partitions the kernels.
       config: launch configuration of the triton engine; None takes its tuned default.
       residuals: what the triton engine keeps for its backward pass: "compact" (x and the lists, a
         tenth of what the dense engine keeps), or "full" (both projections too: a call that turned
