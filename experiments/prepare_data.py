@@ -1,9 +1,10 @@
-"""Tokenise your own text for training: txt, jsonl or parquet to a folder for `--data`.
+r"""Tokenise your own text for training: txt, jsonl or parquet to a folder for `--data`.
 
     python experiments/prepare_data.py --inputs notes.txt web/*.jsonl --tokenizer tokenizer.json \
         --out corpora/mine
 
-`--tokenizer bytes` needs no tokenizer file. Train on the result with `--data corpora/mine`.
+`--tokenizer bytes` needs no tokenizer file; for a model you have, give its own tokenizer.json, or
+the folder that holds it. Train on the result with `--data corpora/mine`.
 """
 
 import dataclasses
@@ -24,13 +25,14 @@ class Flags:
     inputs: tuple[str, ...]
     """Files, folders or globs. One document is a txt file, a jsonl line or a parquet row."""
     tokenizer: str
-    """A Hugging Face tokenizer.json, or "bytes"."""
+    """A Hugging Face tokenizer.json, a folder that holds one, or "bytes"."""
     out: Path
     """Folder to make: train.bin, val.bin, meta.json, tokenizer.json."""
     text_key: str = "text"
     """Key (jsonl) or column (parquet) that holds the text."""
     val_fraction: float = 0.01
-    """Share of documents to hold out as "val", chosen by a hash of the text."""
+    """Share of documents to hold out as "val", chosen by a hash of the text. Of a few documents,
+    none may be: raise it then."""
     seed: int = 0
     """Another seed holds out other documents."""
     num_workers: int | None = None

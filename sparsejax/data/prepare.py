@@ -144,7 +144,7 @@ def prepare_corpus(
 
     Args:
         inputs: txt, jsonl and parquet files, folders of them, or globs.
-        tokenizer: a Hugging Face tokenizer.json, or "bytes".
+        tokenizer: a Hugging Face tokenizer.json, a folder that holds one, or "bytes".
         out: folder to make.
         text_key: key (jsonl) or column (parquet) that holds the text.
         val_fraction: share of documents for the split "val", in [0, 1); chosen by a hash of the
@@ -171,6 +171,8 @@ def prepare_corpus(
     check_out(out, overwrite)
     files = find_files(inputs)
     by_bytes = str(tokenizer) == BYTE_TOKENIZER
+    if not by_bytes and Path(tokenizer).is_dir():
+        tokenizer = Path(tokenizer) / "tokenizer.json"
 
     def make_tokenizer() -> ByteTokenizer | HFTokenizer:
         return ByteTokenizer() if by_bytes else HFTokenizer(tokenizer, eot_token=eot_token)

@@ -77,3 +77,5 @@ def test_the_script_runs_and_documents_its_flags():
     )
     for flag in ("inputs", "tokenizer", "out", "text-key", "val-fraction", "seed", "num-workers"):
         assert f"--{flag}" in result.stdout
+    # The example can be copied as it is printed.
+    assert "--tokenizer tokenizer.json \\\n        --out corpora/mine\n" in result.stdout

@@ -278,3 +278,19 @@ def test_only_a_corpus_is_replaced(inputs, tmp_path):
     with pytest.raises(ValueError, match="which is a file"):
         prepare_corpus([tmp_path / "a.txt"], "bytes", tmp_path / "a.txt", **options)
     assert {path.name for path in tmp_path.iterdir()} == {"out", "a.txt"}
+
+
+def test_a_folder_stands_for_the_tokenizer_in_it(inputs, tmp_path, bpe_file):
+    (tmp_path / "model").mkdir()
+    given = tmp_path / "model" / "tokenizer.json"
+    given.write_bytes(bpe_file.read_bytes())
+    text = inputs[0] / "sub" / "a0.txt"
+    by_file, by_folder = (
+        prepare_corpus([text], source, tmp_path / name, val_fraction=0, progress=False)
+        for name, source in (("one", given), ("two", given.parent))
+    )
+    assert by_folder["files"] == by_file["files"]
+    assert (tmp_path / "two" / "tokenizer.json").read_bytes() == given.read_bytes()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no tokenizer file .*empty/tokenizer.json"):
+        prepare_corpus([text], tmp_path / "empty", tmp_path / "three", progress=False)
