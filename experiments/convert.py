@@ -70,7 +70,13 @@ def main(args: list[str] | None = None) -> int:
         _refuse(flags, "a run", "context_length", "ignore_keys", "report")
         config, params, tokenizer = convert.load_run(flags.source, mesh, step=flags.step)
         family = convert.save(
-            flags.target, config, params, tokenizer, family=flags.family, dtype=flags.dtype
+            flags.target,
+            config,
+            params,
+            tokenizer,
+            family=flags.family,
+            dtype=flags.dtype,
+            token_ids=convert.read_token_ids(flags.source / "tokenizer"),
         )
         written = f"a Hugging Face folder of the family {family}"
     elif (flags.source / "config.json").is_file():
@@ -84,7 +90,8 @@ def main(args: list[str] | None = None) -> int:
         )
         if flags.report is not None:
             print(_report(flags, config, params, tokenizer))
-        convert.save_run(flags.target, config, params, tokenizer)
+        token_ids = convert.read_token_ids(flags.source)
+        convert.save_run(flags.target, config, params, tokenizer, token_ids=token_ids)
         written = "a run"
     else:
         raise ValueError(

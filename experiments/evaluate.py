@@ -10,20 +10,17 @@ of the loss by position are written beside it.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import sys
-import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import tyro
 
 from pallas_kernels import UnsupportedError
 from sparsejax import distributed, evaluation
-from sparsejax.data import open_source
-from sparsejax.evaluation.curve import write_text
+from sparsejax.data import TokenSource, open_source
 from sparsejax.modules import Options
 from sparsejax.sharding import MeshConfig, check_batch, make_mesh
 from sparsejax.training.checkpoint import CheckpointError
@@ -40,7 +37,9 @@ class Flags:
 
     Attributes:
       model: a run of experiments/train.py, or a Hugging Face folder.
-      data: "stdlib", or a folder made by experiments/prepare_data.py: measure perplexity on it.
+      data: "stdlib" (the running Python's standard library as bytes, for models of bytes), or a
+        folder made by experiments/prepare_data.py with the model's tokenizer: measure perplexity on
+        it.
       split: which part of it.
       window: tokens per window; None takes the model's context length, at most 2048.
       stride: from one window to the next; shorter than the window, each token sees more context.
@@ -56,8 +55,10 @@ class Flags:
       out: a .json file for the results; it is written after each part.
       step: checkpoint of a run; None takes the newest whole one.
       tokenizer: a tokenizer.json or "bytes", where the model's is not in its place.
-      bos: begin texts with the token that the tokenizer puts in front; None does so for Hugging
-        Face folders.
+      bos: begin texts with the token that the tokenizer puts in front; without this flag, Hugging
+        Face folders and runs converted from them do. A corpus is one text: the token stands before
+        its first window alone, and later windows begin with the token before them.
+      no_bos: begin texts without it.
       context_length: use the model up to this many positions only.
       batch_size: windows or choices at a time, over all devices.
       mesh: how devices are used; the first data x fsdp x tensor of them, data=-1 for all.
@@ -81,7 +82,8 @@ class Flags:
     out: Path | None = None
     step: int | None = None
     tokenizer: str | None = None
-    bos: bool | None = None
+    bos: tyro.conf.FlagCreatePairsOff[bool] = False
+    no_bos: tyro.conf.FlagCreatePairsOff[bool] = False
     context_length: int | None = None
     batch_size: int = 8
     mesh: MeshConfig = MeshConfig()
@@ -115,11 +117,25 @@ def main(args: list[str] | None = None) -> int:
         dtype=flags.dtype,
         step=flags.step,
         tokenizer=flags.tokenizer,
-        bos=flags.bos,
+        bos=evaluation.bos_choice(flags.bos, flags.no_bos),
         context_length=flags.context_length,
         options=Options(implementation=flags.implementation),
     )
-    report = _Report(flags, model)
+    if source is not None:
+        model.check_source(source)
+    settings = json.loads(json.dumps(dataclasses.asdict(flags), default=str))
+    with evaluation.Results(flags.out, model, settings) as report:
+        _evaluate(flags, model, source, questions, report)
+    return 0
+
+
+def _evaluate(
+    flags: Flags,
+    model: evaluation.EvalModel,
+    source: TokenSource | None,
+    questions: dict[str, list[evaluation.Question]],
+    report: evaluation.Results,
+) -> None:
     if source is not None:
         found = evaluation.perplexity(
             model,
@@ -149,45 +165,12 @@ def main(args: list[str] | None = None) -> int:
             batch_size=flags.batch_size,
         )
         report.add("harness", tables, json.dumps(tables["results"], indent=1, default=str))
-    report.finish()
-    return 0
 
 
 def _refuse(flags: Flags, given: object, owner: str, *names: str) -> None:
     """Flags that would do nothing are errors."""
     for name in [n for n in names if not given and getattr(flags, n) != getattr(Flags, n)]:
         raise ValueError(f"--{name.replace('_', '-')} has no meaning without {owner}")
-
-
-class _Report:
-    """Prints each part as it is done, and keeps --out up to date with it."""
-
-    def __init__(self, flags: Flags, model: evaluation.EvalModel):
-        self._out, self._began = flags.out, time.perf_counter()
-        self._values: dict[str, Any] = {
-            "status": "unfinished",
-            "model": {"path": model.name, "step": model.step, "dtype": model.config.dtype},
-            "flags": json.loads(json.dumps(dataclasses.asdict(flags), default=str)),
-            "device": f"{model.mesh.size} x {jax.devices()[0].device_kind}",
-            "versions": {n: importlib.metadata.version(n) for n in ("jax", "flax")},
-        }
-        self._write()
-
-    def add(self, name: str, values: dict[str, Any], line: str) -> None:
-        self._values.setdefault(name, {}).update(values)
-        self._write()
-        if jax.process_index() == 0:
-            print(line, flush=True)
-
-    def finish(self) -> None:
-        seconds = time.perf_counter() - self._began
-        self._values |= {"status": "finished", "seconds": seconds}
-        self._write()
-
-    def _write(self) -> None:
-        if self._out is not None and jax.process_index() == 0:
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self._out, json.dumps(self._values, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

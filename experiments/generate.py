@@ -2,7 +2,8 @@
 
     python experiments/generate.py --workdir runs/mine --prompt "def main("
 
-Several --prompt flags are generated as one batch, and each text is printed when it is finished.
+--workdir is a run of experiments/train.py, or a Hugging Face folder. Several --prompt flags are
+generated as one batch, and each text is printed when it is finished.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import numpy as np
 import tyro
 
 from pallas_kernels import UnsupportedError
-from sparsejax.data import ByteTokenizer, HFTokenizer, StreamDecoder, Tokenizer, open_tokenizer
+from sparsejax.data import StreamDecoder
+from sparsejax.evaluation import bos_choice, open_model
 from sparsejax.generate import ENDED, MAX_STEPS_PER_CALL, stream
 from sparsejax.modules import Options
 from sparsejax.sharding import MeshConfig, make_mesh
-from sparsejax.training.load import load_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Flags:
     """Continues text with a trained model.
 
     Attributes:
-      workdir: folder of a run of experiments/train.py.
+      workdir: folder of a run of experiments/train.py, or a Hugging Face folder.
       prompt: text to continue; may be given several times. Without one, a document is begun.
-      step: the checkpoint; None takes the newest whole one.
+      step: checkpoint of a run; None takes the newest whole one.
       max_new_tokens: longest continuation; a document may end before.
       temperature: 0 takes the most probable token each time; higher is more varied.
       top_p: draw from the most probable tokens that together have this probability.
@@ -41,6 +42,9 @@ class Flags:
       seed: another seed draws another text.
       echo: write the prompt before its continuation.
       tokenizer: a tokenizer.json or "bytes", where the run's corpus is no longer in its place.
+      bos: begin with the token that the tokenizer puts in front; without this flag, Hugging Face
+        folders and runs converted from them do.
+      no_bos: begin without it.
       mesh: how devices are used; the first data x fsdp x tensor of them, data=-1 for all.
       implementation: engine of the feed-forward op: "triton" (sparse, on a CUDA device), "xla"
         (dense), or None to choose.
@@ -58,6 +62,8 @@ class Flags:
     seed: int = 0
     echo: bool = True
     tokenizer: str | None = None
+    bos: tyro.conf.FlagCreatePairsOff[bool] = False
+    no_bos: tyro.conf.FlagCreatePairsOff[bool] = False
     mesh: MeshConfig = MeshConfig(data=1)
     implementation: Literal["triton", "xla"] | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -69,15 +75,20 @@ def main(args: list[str] | None = None) -> int:
     wanted = flags.mesh.data * flags.mesh.fsdp * flags.mesh.tensor
     devices = jax.devices()
     mesh = make_mesh(flags.mesh, devices[:wanted] if 0 < wanted <= len(devices) else devices)
-    model = load_model(flags.workdir, step=flags.step, mesh=mesh)
-    on_cpu = jax.default_backend() == "cpu"
-    dtype = flags.dtype or ("float32" if on_cpu else model.config.dtype)
-    tokenizer = _tokenizer(flags.tokenizer, model.data)
+    model = open_model(
+        flags.workdir,
+        mesh,
+        dtype=flags.dtype,
+        step=flags.step,
+        tokenizer=flags.tokenizer,
+        bos=bos_choice(flags.bos, flags.no_bos),
+    )
+    tokenizer = model.text_tokenizer()
     texts = flags.prompt or ("",)
-    prompts = [tokenizer.encode(text) or [tokenizer.eot_id] for text in texts]
+    prompts = [[*model.prefix, *tokenizer.encode(text)] or [tokenizer.eot_id] for text in texts]
     began = time.perf_counter()
     steps = stream(
-        model.config.replace(dtype=dtype),
+        model.config,
         model.params,
         prompts,
         max_new_tokens=flags.max_new_tokens,
@@ -100,19 +111,9 @@ def main(args: list[str] | None = None) -> int:
         _write_as_made(opening[0], decoders[0], clock.count(steps), tokenizer.eot_id)
     else:
         _write_when_finished(opening, decoders, clock.count(steps), tokenizer.eot_id)
-    print(clock.report(model.step), file=sys.stderr)
+    source = model.name if model.step is None else f"the model of step {model.step}"
+    print(clock.report(source), file=sys.stderr)
     return 0
-
-
-def _tokenizer(name: str | None, data: str) -> Tokenizer:
-    if name == "bytes":
-        return ByteTokenizer()
-    if name is not None:
-        return HFTokenizer(name)
-    try:
-        return open_tokenizer(data)
-    except ValueError as error:
-        raise ValueError(f"{error}; --tokenizer names a tokenizer.json (or 'bytes')") from error
 
 
 def _write_as_made(
@@ -161,11 +162,11 @@ class _Clock:
                 self.first, self.first_tokens = self.last, self.tokens
             yield ids
 
-    def report(self, step: int) -> str:
+    def report(self, source: str) -> str:
         seconds, later = self.last - self.first, self.tokens - self.first_tokens
         rate = f", then {later / seconds:,.0f} tokens/s" if later else ""
         return (
-            f"[{self.tokens} tokens from the model of step {step}; "
+            f"[{self.tokens} tokens from {source}; "
             f"{self.first - self.began:.1f} s to the first (with compilation){rate}]"
         )
 

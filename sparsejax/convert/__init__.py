@@ -11,6 +11,7 @@ from sparsejax.convert.report import LayerSparsity, SparsityReport, sparsity_rep
 from sparsejax.convert.run_folder import load_run, save_run
 from sparsejax.convert.safetensors_io import FolderError
 from sparsejax.convert.save import save
+from sparsejax.data.token_ids import read_token_ids
 
 __all__ = [
     "FAMILIES",
@@ -20,6 +21,7 @@ __all__ = [
     "chat_ids",
     "load",
     "load_run",
+    "read_token_ids",
     "save",
     "save_run",
     "sparsity_report",

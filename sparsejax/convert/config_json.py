@@ -10,7 +10,7 @@ from typing import Any
 
 from sparsejax.config import ModelConfig
 from sparsejax.convert import families
-from sparsejax.convert.keys import Keys, read_rope, write_rope
+from sparsejax.convert.keys import Keys, pass_keys, read_rope, write_rope
 from sparsejax.convert.safetensors_io import FolderError
 
 
@@ -119,14 +119,14 @@ def _check_code(keys: Keys, family: families.Family, ignored: Collection[str]) -
     if family.own_code:
         return
     known, names = family.architecture, keys.take("architectures")
-    vouch = f": it is not {known}; if it computes the same, pass ignore_keys="
+    vouch = f": it is not {known}; if it computes the same, "
     if names and "architectures" not in ignored:
         names = names if isinstance(names, list) else [names]
         if known.lower() not in [str(name).lower() for name in names]:
-            raise keys.unsupported("architectures", f"{vouch}('architectures',)")
+            raise keys.unsupported("architectures", hint=vouch + pass_keys("architectures"))
     code = keys.take("auto_map")
     if code and "auto_map" not in ignored and any("Model" in str(name) for name in code):
-        raise keys.unsupported("auto_map", f"{vouch}('auto_map',)")
+        raise keys.unsupported("auto_map", hint=vouch + pass_keys("auto_map"))
 
 
 def _check_window(keys: Keys, family: families.Family, context: int, n: int) -> None:
@@ -161,8 +161,8 @@ def _check_window(keys: Keys, family: families.Family, context: int, n: int) -> 
         absent = "" if "sliding_window" in keys.values else f" (absent, it means {window})"
         raise keys.unsupported(
             "sliding_window",
-            f"{absent}: the window is shorter than the context of {context}; pass "
-            f"context_length={window} to use the model up to there",
+            hint=f"{absent}: the window is shorter than the context of {context}; pass "
+            f"context_length={window} (--context-length {window}) to use the model up to there",
         )
 
 

@@ -74,6 +74,13 @@ ACTIVATIONS = {
 WRITTEN = {"silu": "silu", "relu": "relu", "gelu": "gelu_pytorch_tanh"}
 
 
+def pass_keys(*names: str) -> str:
+    """How to vouch for keys, in Python and on the command line."""
+    listed = "".join(f"{name!r}, " for name in names)
+    listed = listed.rstrip() if len(names) == 1 else listed.removesuffix(", ")
+    return f"pass ignore_keys=({listed}) (experiments/convert.py: --ignore-keys {' '.join(names)})"
+
+
 class Keys:
     """The keys of one JSON object, taken one by one."""
 
@@ -124,29 +131,40 @@ class Keys:
         """Takes keys that our model has no field for; absent, null and the values given do nothing.
 
         Raises:
-          FolderError: another value; names the key.
+          FolderError: another value; names the keys.
         """
+        wrong = []
         for key, values in allowed.items():
             value = self.take(key)
             if value is not None and value not in list(values):
-                raise self.unsupported(key)
+                wrong.append(key)
+        if wrong:
+            raise self.unsupported(*wrong)
 
-    def unsupported(self, key: str, hint: str = "") -> FolderError:
-        """The error for a key whose value asks for what our model does not have."""
-        return FolderError(
-            f"{self.place}: {key!r} = {self.values.get(key)!r} changes the mathematics and is not "
-            f"supported{hint}"
+    def unsupported(self, *keys: str, hint: str = "") -> FolderError:
+        """The error for keys whose values ask for what our model does not have."""
+        verbs = (
+            "changes the mathematics and is" if len(keys) == 1 else "change the mathematics and are"
         )
+        return FolderError(f"{self.place}: {self._said(keys)} {verbs} not supported{hint}")
+
+    def _said(self, keys: Collection[str]) -> str:
+        return ", ".join(f"{key!r} = {self.values.get(key)!r}" for key in keys)
 
     def finish(self, harmless: Collection[str] = HARMLESS) -> None:
-        """Raises FolderError for the first key that nobody took."""
-        for key, value in self.values.items():
-            if key in self._taken or key in harmless or key in self._ignore or value is None:
-                continue
-            raise FolderError(
-                f"{self.place}: {key!r} = {value!r} is not a known key, so it may change the "
-                f"mathematics and is not supported; if it does not, pass ignore_keys=({key!r},)"
-            )
+        """Raises FolderError for the keys that nobody took, all at once."""
+        known = self._taken | set(harmless) | self._ignore
+        unknown = [k for k, value in self.values.items() if k not in known and value is not None]
+        if not unknown:
+            return
+        one = len(unknown) == 1
+        raise FolderError(
+            f"{self.place}: {self._said(unknown)} "
+            + ("is not a known key, so it" if one else "are not known keys, so they")
+            + " may change the mathematics and "
+            + ("is not supported; if it does not, " if one else "are not supported; if not, ")
+            + pass_keys(*unknown)
+        )
 
 
 def read_activation(keys: Keys, key: str = "hidden_act") -> Any:
@@ -158,7 +176,7 @@ def read_activation(keys: Keys, key: str = "hidden_act") -> Any:
     name = keys.take(key, "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         hint = " (the tanh form, gelu_pytorch_tanh, is)" if name == "gelu" else ""
-        raise keys.unsupported(key, hint)
+        raise keys.unsupported(key, hint=hint)
     return ACTIVATIONS[name]
 
 
@@ -198,7 +216,7 @@ def _rope(keys: Keys, name: str, values: Any, theta: float | None) -> RopeConfig
     new, old = inner.take("rope_type"), inner.take("type")
     kind = new or old or "default"
     if new and old and new != old:
-        raise inner.unsupported("type", f" together with rope_type = {new!r}")
+        raise inner.unsupported("type", hint=f" together with rope_type = {new!r}")
     inner.only(partial_rotary_factor=(1.0,))
     fields: dict[str, Any] = {"theta": inner.real("rope_theta", 1e4 if theta is None else theta)}
     if theta is not None and fields["theta"] != float(theta):

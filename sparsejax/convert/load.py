@@ -88,7 +88,10 @@ def load(
 
 
 def load_tokenizer(folder: Path) -> HFTokenizer | None:
-    """The folder's tokenizer.json; documents end with the first eos_token_id of its configs."""
+    """The folder's tokenizer.json, with what its template puts in front of a text as `prefix`.
+
+    Documents end with the first eos_token_id of the folder's configs.
+    """
     if not (folder / "tokenizer.json").is_file():
         return None
     eos = None
@@ -96,7 +99,10 @@ def load_tokenizer(folder: Path) -> HFTokenizer | None:
         if eos is None and (folder / name).is_file():
             eos = config_json.read_json(folder / name).get("eos_token_id")
     eos = eos[0] if isinstance(eos, list) and eos else eos
-    return HFTokenizer(folder / "tokenizer.json", eot_id=eos if isinstance(eos, int) else None)
+    eos = eos if isinstance(eos, int) else None
+    tokenizer = HFTokenizer(folder / "tokenizer.json", eot_id=eos)
+    tokenizer.prefix = tokenizer.added_in_front()
+    return tokenizer
 
 
 def _drop_what_follows(config: ModelConfig, entries: dict[str, Entry]) -> None:

@@ -1,6 +1,6 @@
 """A converted model as a run's folder, which `experiments/generate.py` takes as its --workdir.
 
-config.json  checkpoints/0  tokenizer/meta.json  tokenizer/tokenizer.json
+config.json  checkpoints/0  tokenizer/{meta,tokenizer,token_ids}.json
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.config import ModelConfig
-from sparsejax.convert.save import copy_tokenizer
+from sparsejax.convert.save import carried_token_ids, copy_tokenizer
 from sparsejax.data import ByteTokenizer, HFTokenizer, open_tokenizer
+from sparsejax.data.token_ids import TokenIds, write_token_ids
 from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.load import load_model
 from sparsejax.training.workdir import Workdir
@@ -28,6 +29,8 @@ def save_run(
     config: ModelConfig,
     params: Params,
     tokenizer: HFTokenizer | None = None,
+    *,
+    token_ids: TokenIds | None = None,
 ) -> None:
     """Writes a run's folder with one checkpoint, of step 0 and without optimiser state.
 
@@ -35,7 +38,9 @@ def save_run(
       path: the folder; must not hold checkpoints or a config.json yet.
       config: the model.
       params: its parameters.
-      tokenizer: copied, and named as the run's data, which generation asks for the tokenizer.
+      tokenizer: copied, and named as the run's data, which generation asks for the tokenizer. Its
+        `prefix` is what generation and evaluation of the run begin texts with.
+      token_ids: as for `save`, which a later export writes again.
 
     Raises:
       ValueError: the folder holds checkpoints or a config.json already.
@@ -50,7 +55,9 @@ def save_run(
     if tokenizer is not None:
         copy_tokenizer(tokenizer, corpus)
         meta = {"vocab_size": config.vocab_size, "eot_id": tokenizer.eot_id, "splits": {}}
+        meta |= {"prefix": list(tokenizer.prefix)} if tokenizer.prefix else {}
         (corpus / "meta.json").write_text(json.dumps(meta) + "\n", encoding="utf-8")
+    write_token_ids(corpus, token_ids or carried_token_ids(tokenizer))
     step = jnp.zeros((), jnp.int32)
     first = jax.tree.leaves(params)[0]
     if isinstance(first.sharding, NamedSharding):

@@ -17,6 +17,7 @@ from sparsejax.convert import config_json, families
 from sparsejax.convert.safetensors_io import DTYPES, MAX_SHARD_BYTES, Tensor, write_folder
 from sparsejax.convert.tensors import cast, counterpart
 from sparsejax.data import HFTokenizer
+from sparsejax.data.token_ids import CONFIG, GENERATION, TokenIds, read_token_ids
 from sparsejax.params import check_params, flatten
 from sparsejax.types import Params
 
@@ -42,6 +43,7 @@ def save(
     dtype: str | None = None,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    token_ids: TokenIds | None = None,
 ) -> str:
     """Writes a Hugging Face folder; loading it gives back the same bits.
 
@@ -57,6 +59,9 @@ def save(
         llama for a plain one, deci where layers differ or lack a part.
       dtype: "float32", "bfloat16" or "float16"; None keeps each tensor's own.
       max_shard_bytes: largest file, where a tensor is no larger.
+      token_ids: bos_token_id, eos_token_id and pad_token_id of config.json and
+        generation_config.json, as `read_token_ids` gives them. None takes what lies beside the
+        tokenizer (the folder it was loaded from), else its end mark as eos_token_id alone.
 
     Returns:
       The family's name.
@@ -84,19 +89,35 @@ def save(
     # Named for old and new readers.
     common = dtype or _common_dtype(tensors)
     values |= {"torch_dtype": common, "dtype": common}
-    generation: dict[str, Any] = {"do_sample": False}
+    ids = token_ids or carried_token_ids(tokenizer)
+    values |= ids.get(CONFIG, {})
+    generation: dict[str, Any] | None = ids.get(GENERATION)
     if tokenizer is not None:
         copy_tokenizer(tokenizer, folder)
-        values["eos_token_id"] = generation["eos_token_id"] = tokenizer.eot_id
-        generation["pad_token_id"] = tokenizer.eot_id
         if tokenizer.vocab_size < config.vocab_size:
             padding = range(tokenizer.vocab_size, config.vocab_size)
-            generation["suppress_tokens"] = list(padding)
+            # Where this file is, readers take no ids of config.json.
+            base = ids.get(CONFIG, {}) if generation is None else generation
+            generation = base | {"suppress_tokens": list(padding)}
     for name, text in chosen.files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    _write_json(folder / "generation_config.json", generation)
-    _write_json(folder / "config.json", values)
+    if generation is not None:
+        _write_json(folder / GENERATION, generation)
+    _write_json(folder / CONFIG, values)
     return chosen.name
+
+
+def carried_token_ids(tokenizer: HFTokenizer | None) -> TokenIds:
+    """The ids beside the tokenizer unless its end mark is none of theirs; else that mark alone."""
+    if tokenizer is None:
+        return {}
+    found = read_token_ids(tokenizer.path.parent)
+    ends = [ids["eos_token_id"] for ids in found.values() if "eos_token_id" in ids]
+    flat = [i for end in ends for i in (end if isinstance(end, list) else [end])]
+    if found and (not flat or tokenizer.eot_id in flat):
+        return found
+    own = {"eos_token_id": tokenizer.eot_id}
+    return {CONFIG: own, GENERATION: own}
 
 
 def _tensor(path: str, leaf: jax.Array, dtype: str | None) -> tuple[str, Tensor]:
@@ -140,7 +161,7 @@ def _lies_in(tokenizer: HFTokenizer, folder: Path) -> bool:
 def _refuse_leftovers(folder: Path, tokenizer: HFTokenizer | None) -> None:
     """What another model left would be read together with this one, at once or after a kill."""
     own = tokenizer is not None and _lies_in(tokenizer, folder)
-    names = ("config.json", *(() if own else TOKENIZER_FILES))
+    names = (CONFIG, GENERATION, *(() if own else TOKENIZER_FILES))
     found = [folder / name for name in names if (folder / name).exists()]
     if old := [*found, *sorted(folder.glob("pytorch_model*.bin*"))]:
         raise ValueError(

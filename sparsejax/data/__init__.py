@@ -9,7 +9,13 @@ from sparsejax.data.sources import (
     open_source,
     open_tokenizer,
 )
-from sparsejax.data.tokenizer import ByteTokenizer, HFTokenizer, StreamDecoder, Tokenizer
+from sparsejax.data.tokenizer import (
+    ByteTokenizer,
+    HFTokenizer,
+    StreamDecoder,
+    Tokenizer,
+    prompt_ids,
+)
 from sparsejax.data.windows import Batch, document_arrays
 
 __all__ = [
@@ -27,4 +33,5 @@ __all__ = [
     "make_loader",
     "open_source",
     "open_tokenizer",
+    "prompt_ids",
 ]

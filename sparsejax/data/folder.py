@@ -2,7 +2,8 @@
 
 `meta.json` holds `vocab_size`, `eot_id`, `dtype` ("<u2" or "<u4", little-endian),
 `splits.{name}` with `file`, `tokens` and `text_bytes`, and `files.{file}.sha256`; further keys are
-free. Each document's ids are followed by one `eot_id`; there is no header and no padding.
+free. `prefix` lists the ids that a converted model has in front of every text (absent: none). Each
+document's ids are followed by one `eot_id`; there is no header and no padding.
 """
 
 import hashlib
@@ -81,7 +82,10 @@ def open_folder_tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise DataNotFoundError(f"{path} has no tokenizer.json; copy the one its tokens came from")
-    tokenizer = HFTokenizer(file, eot_id=meta["eot_id"])
+    prefix = meta.get("prefix", [])
+    if not isinstance(prefix, list) or not all(type(i) is int for i in prefix):
+        raise ValueError(f"{path / 'meta.json'}: prefix must be a list of ids, got {prefix!r}")
+    tokenizer = HFTokenizer(file, eot_id=meta["eot_id"], prefix=prefix)
     if tokenizer.vocab_size > meta["vocab_size"]:
         raise ValueError(
             f"{file} has {tokenizer.vocab_size} ids, but vocab_size in meta.json is "

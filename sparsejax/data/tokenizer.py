@@ -38,6 +38,10 @@ class ByteTokenizer:
 
     vocab_size = 257
     eot_id = 256
+    prefix: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return "ByteTokenizer()"
 
     def encode(self, text: str) -> list[int]:
         """UTF-8 bytes of `text`."""
@@ -70,6 +74,8 @@ class HFTokenizer:
         eot_token: the same, by its text.
         parse_special: read special tokens that are spelled out in a text (`<|endoftext|>`) as those
             tokens. Off by default, so that no text can fake a document boundary.
+        prefix: ids that a model of this tokenizer has in front of every text (the
+            beginning-of-sequence token of many published models); `encode` leaves them out.
 
     Raises:
         ValueError: no such file, not a tokenizer, or no end-of-text token in it.
@@ -82,6 +88,7 @@ class HFTokenizer:
         *,
         eot_token: str | None = None,
         parse_special: bool = False,
+        prefix: Sequence[int] = (),
     ):
         self.path = Path(path)
         if not self.path.is_file():
@@ -102,6 +109,31 @@ class HFTokenizer:
             raise ValueError(
                 f"eot_id is {self.eot_id}; {self.path} has ids 0..{self.vocab_size - 1}"
             )
+        self.prefix = tuple(prefix)
+        if not all(0 <= i < self.vocab_size for i in self.prefix):
+            raise ValueError(
+                f"prefix is {list(self.prefix)}; {self.path} has ids 0..{self.vocab_size - 1}"
+            )
+
+    def __repr__(self) -> str:
+        end = f"eot_id={self.eot_id} {self._tokenizer.id_to_token(self.eot_id)!r}"
+        begin = f", prefix={list(self.prefix)}" if self.prefix else ""
+        return f"HFTokenizer({str(self.path)!r}, {self.vocab_size} ids, {end}{begin})"
+
+    def added_in_front(self) -> tuple[int, ...]:
+        """What the file's own template puts before a text, such as <s>; `encode` does not."""
+        raw = self._tokenizer
+        special = {token.content for token in raw.get_added_tokens_decoder().values()}
+        vocab = raw.get_vocab()
+        # A tokenizer of words may have no token for a letter, and a text without one says nothing.
+        words = ["a"] if "a" in vocab else sorted(vocab.keys() - special, key=lambda w: vocab[w])
+        text = next((w for w in words if raw.encode(w, add_special_tokens=False).ids), None)
+        if text is None:
+            return ()
+        plain = raw.encode(text, add_special_tokens=False).ids
+        whole = raw.encode(text, add_special_tokens=True).ids
+        starts = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
+        return tuple(whole[: starts[0]]) if starts else ()
 
     def _find_eot(self, vocab: dict[str, int], eot_token: str | None) -> int:
         wanted = EOT_CANDIDATES if eot_token is None else (eot_token,)
@@ -139,6 +171,15 @@ class HFTokenizer:
                     f"ids[{position}] is {i}; {self.path.name} has ids 0..{self.vocab_size - 1}"
                 )
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text to continue: `tokenizer.prefix`, where it has one, then those of `text`.
+
+    An empty text without a prefix is begun as a document is, after an end mark.
+    """
+    opening = list(getattr(tokenizer, "prefix", ()))
+    return [*opening, *tokenizer.encode(text)] or [tokenizer.eot_id]
 
 
 class StreamDecoder:

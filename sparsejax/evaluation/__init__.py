@@ -8,7 +8,7 @@
 from sparsejax.evaluation.curve import write_curve
 from sparsejax.evaluation.harness import harness_model, require_harness, run_harness
 from sparsejax.evaluation.loglikelihood import Pair, PairScore, encode_pair, score_pairs
-from sparsejax.evaluation.models import EvalModel, open_model
+from sparsejax.evaluation.models import EvalModel, bos_choice, open_model
 from sparsejax.evaluation.multiple_choice import (
     MultipleChoice,
     Question,
@@ -16,6 +16,7 @@ from sparsejax.evaluation.multiple_choice import (
     read_questions,
 )
 from sparsejax.evaluation.perplexity import Perplexity, perplexity
+from sparsejax.evaluation.results import Results
 
 __all__ = [
     "EvalModel",
@@ -24,6 +25,8 @@ __all__ = [
     "PairScore",
     "Perplexity",
     "Question",
+    "Results",
+    "bos_choice",
     "encode_pair",
     "harness_model",
     "multiple_choice",

@@ -8,7 +8,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 import jax
-import tokenizers
 from jax.sharding import Mesh
 
 from sparsejax import convert
@@ -22,7 +21,7 @@ from sparsejax.data import (
 )
 from sparsejax.modules import Options
 from sparsejax.sharding import make_mesh
-from sparsejax.training.initial import folder_kind, run_tokenizer, tokenizer_difference
+from sparsejax.training.initial import check_tokenizer, folder_kind, run_tokenizer
 from sparsejax.training.load import load_model
 from sparsejax.types import Params
 
@@ -41,6 +40,7 @@ class EvalModel:
         models); empty for none.
       step: training step of a run, else None.
       options: how forward passes run.
+      data: corpus of a run, where its tokenizer was looked for.
     """
 
     name: str
@@ -51,6 +51,7 @@ class EvalModel:
     prefix: tuple[int, ...] = ()
     step: int | None = None
     options: Options = Options()
+    data: str = ""
 
     def text_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -59,8 +60,9 @@ class EvalModel:
           ValueError: it is not known.
         """
         if self.tokenizer is None:
+            place = f" (it was looked for in {self.data})" if self.data else ""
             raise ValueError(
-                f"{self.name} has no tokenizer (or it is no longer in its place); name a "
+                f"{self.name} has no tokenizer, or it is no longer in its place{place}; name a "
                 "tokenizer.json, or 'bytes', with tokenizer= (--tokenizer)"
             )
         return self.tokenizer
@@ -72,13 +74,19 @@ class EvalModel:
 
     def check_source(self, source: TokenSource) -> None:
         """Raises a ValueError unless `source` was tokenised as this model's text is."""
+        check_tokenizer(source, self.tokenizer, self.name)
         check_vocab(source, self.config.vocab_size)
-        if difference := tokenizer_difference(source.tokenizer, self.tokenizer):
-            raise ValueError(
-                f"corpus {source.label} was tokenised with another tokenizer than that of "
-                f"{self.name} (corpus vs model): {difference}; prepare the text with the model's "
-                "tokenizer.json"
-            )
+
+
+def bos_choice(bos: bool, no_bos: bool) -> bool | None:
+    """`bos` of `open_model` from a script's flags --bos and --no-bos; None without either.
+
+    Raises:
+      ValueError: both are given.
+    """
+    if bos and no_bos:
+        raise ValueError("--bos and --no-bos exclude each other; give one of them, or none")
+    return True if bos else False if no_bos else None
 
 
 def open_model(
@@ -103,7 +111,7 @@ def open_model(
       step: checkpoint of a run; None takes the newest whole one.
       tokenizer: a tokenizer.json or "bytes", where the model's is not in its place.
       bos: begin every text with what the tokenizer itself puts in front of one; None does so for
-        Hugging Face folders. Runs are trained without.
+        Hugging Face folders and for runs converted from them. Runs are trained without.
       context_length: use the model up to this many positions only.
       ignore_keys: as for `sparsejax.convert.load`.
       options: how forward passes run.
@@ -114,11 +122,11 @@ def open_model(
         not fit the model.
     """
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
-    folder, kind = Path(path), folder_kind(path)
+    folder, kind, data = Path(path), folder_kind(path), ""
     found: Tokenizer | None
     if kind == "run":
         loaded = load_model(folder, step=step, mesh=mesh)
-        config, params, step = loaded.config, loaded.params, loaded.step
+        config, params, step, data = loaded.config, loaded.params, loaded.step, loaded.data
         found = None if tokenizer else run_tokenizer(loaded.data)
         if context_length is not None and not 1 <= context_length <= config.context_length:
             raise ValueError(
@@ -143,24 +151,10 @@ def open_model(
         dtype=dtype or ("float32" if on_cpu else config.dtype),
         context_length=context_length or config.context_length,
     )
-    use_bos = kind == "hf" if bos is None else bos
-    prefix = _added_in_front(found) if use_bos and isinstance(found, HFTokenizer) else ()
+    prefix: tuple[int, ...] = ()
+    if isinstance(found, HFTokenizer) and bos is not False:
+        named_hf = kind == "hf" and tokenizer is not None
+        prefix = found.added_in_front() if bos or named_hf else found.prefix
     if bos and not prefix:
         raise ValueError("bos was asked for, but the tokenizer puts nothing in front of a text")
-    return EvalModel(str(folder), config, params, mesh, found, prefix, step, options)
-
-
-def _added_in_front(tokenizer: HFTokenizer) -> tuple[int, ...]:
-    """What the tokenizer's own template puts before a text, such as <s>."""
-    raw = tokenizers.Tokenizer.from_file(str(tokenizer.path))
-    special = {token.content for token in raw.get_added_tokens_decoder().values()}
-    vocab = raw.get_vocab()
-    # A tokenizer of words may have no token for a letter, and a text without one says nothing.
-    words = ["a"] if "a" in vocab else sorted(vocab.keys() - special, key=lambda w: vocab[w])
-    text = next((word for word in words if raw.encode(word, add_special_tokens=False).ids), None)
-    if text is None:
-        return ()
-    plain = raw.encode(text, add_special_tokens=False).ids
-    whole = raw.encode(text, add_special_tokens=True).ids
-    starts = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
-    return tuple(whole[: starts[0]]) if starts else ()
+    return EvalModel(str(folder), config, params, mesh, found, prefix, step, options, data)

@@ -14,7 +14,14 @@ from sparsejax.config import ModelConfig
 from sparsejax.convert.config_json import from_hf, read_json
 from sparsejax.convert.load import load, load_tokenizer
 from sparsejax.convert.safetensors_io import open_folder
-from sparsejax.data import DataNotFoundError, Tokenizer, open_tokenizer
+from sparsejax.data import (
+    DataNotFoundError,
+    HFTokenizer,
+    Tokenizer,
+    TokenSource,
+    open_tokenizer,
+)
+from sparsejax.data.folder import BYTE_TOKENIZER
 from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.load import load_model
 from sparsejax.training.workdir import Workdir
@@ -102,6 +109,17 @@ def run_tokenizer(data: str) -> Tokenizer | None:
         return open_tokenizer(data)
     except DataNotFoundError:
         return None
+
+
+def check_tokenizer(source: TokenSource, theirs: Tokenizer | None, name: str) -> None:
+    """Raises a ValueError unless `source` was tokenised as the text of the model `name` is."""
+    if difference := tokenizer_difference(source.tokenizer, theirs):
+        own = theirs.path if isinstance(theirs, HFTokenizer) else BYTE_TOKENIZER
+        raise ValueError(
+            f"corpus {source.label} was tokenised with another tokenizer than that of {name} "
+            f"(corpus vs model): {difference}; prepare the text with the model's own: python "
+            f"experiments/prepare_data.py --inputs TEXT --tokenizer {own} --out FOLDER"
+        )
 
 
 def tokenizer_difference(ours: Tokenizer | None, theirs: Tokenizer | None) -> str | None:

@@ -31,10 +31,11 @@ from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.config import TrainConfig
 from sparsejax.training.evaluate import process_block
 from sparsejax.training.initial import (
+    check_tokenizer,
     initial_config,
     initial_params,
     initial_tokenizer,
-    tokenizer_difference,
+    saved_config,
 )
 from sparsejax.training.objective import Objective
 from sparsejax.training.optimizer import make_optimizer, make_schedule
@@ -147,9 +148,6 @@ class Run:
         if self.config.init_from is None:
             return sharded_state(self.model, self.optimizer, self.mesh, self.config.seed)
         say(f"reading the weights of {self.config.init_from}")
-        read_by = initial_tokenizer(self.config.init_from)
-        if line := tokenizer_difference(self.source.tokenizer, read_by):
-            say(f"note: the weights are of another tokenizer than the data (data vs them): {line}")
         found = initial_config(self.config.init_from)
         params = initial_params(self.config.init_from, self.mesh)
         _, params = self.config.change_init(found, params)
@@ -192,6 +190,9 @@ def prepare(config: TrainConfig) -> Run:
         trace = functools.partial(forward, model, options=config.options())
         jax.eval_shape(trace, template.params, tokens)
     source = open_source(config.data)
+    goes_on = config.resume and config.workdir and saved_config(config.workdir)
+    if config.init_from is not None and not goes_on:  # which no longer needs that folder
+        check_tokenizer(source, initial_tokenizer(config.init_from), str(config.init_from))
     check_vocab(source, model.vocab_size)
     val_source = _open_val(config, model)
     workdir = Workdir(_workdir_path(config))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from sparsejax import convert, init_params, presets
+from sparsejax.data import HFTokenizer, array_source
+from sparsejax.evaluation import open_model, perplexity
 from sparsejax.generate import generate
 from sparsejax.params import flatten
 
@@ -163,3 +166,98 @@ def test_a_target_that_cannot_be_written_is_one_line(source, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "convert.py: " in done.stderr and "Traceback" not in done.stderr
+
+
+IDS = {
+    "config.json": {"bos_token_id": 62, "eos_token_id": [63, 5], "pad_token_id": None},
+    "generation_config.json": {"bos_token_id": 62, "eos_token_id": [63, 5], "pad_token_id": 7},
+}
+
+
+def special_ids(folder):
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id", "do_sample")
+    found = {}
+    for name in IDS:
+        if (folder / name).is_file():
+            values = json.loads((folder / name).read_text())
+            found[name] = {key: values[key] for key in keys if key in values}
+    return found
+
+
+@pytest.fixture
+def with_bos(source):
+    """The folder, its tokenizer putting w62 in front, its configs naming several ids."""
+    made = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+    made.post_processor = processors.TemplateProcessing(
+        single="w62 $A", special_tokens=[("w62", 62)]
+    )
+    made.save(str(source / "tokenizer.json"))
+    for name, ids in IDS.items():
+        file = source / name
+        values = json.loads(file.read_text()) if file.is_file() else {}
+        file.write_text(json.dumps({k: v for k, v in values.items() if k not in ids} | ids))
+    return source
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_special_ids_survive_the_way_through_a_run(tokenizer, script, with_bos, tmp_path):
+    if not tokenizer:
+        (with_bos / "tokenizer.json").unlink()
+    assert special_ids(with_bos) == IDS
+    script.main(["--from", str(with_bos), "--to", str(tmp_path / "run")])
+    script.main(["--from", str(tmp_path / "run"), "--to", str(tmp_path / "back")])
+    assert special_ids(tmp_path / "back") == IDS
+    config, params, found = convert.load(with_bos)
+    convert.save(tmp_path / "direct", config, params, found)
+    assert special_ids(tmp_path / "direct") == (IDS if tokenizer else {"config.json": {}})
+
+
+def test_ids_that_a_folder_does_not_name_are_not_invented(script, source, tmp_path):
+    assert special_ids(source) == {"config.json": {}}
+    script.main(["--from", str(source), "--to", str(tmp_path / "run")])
+    script.main(["--from", str(tmp_path / "run"), "--to", str(tmp_path / "back")])
+    assert special_ids(tmp_path / "back") == {"config.json": {}}
+    # A tokenizer from elsewhere: its end mark is known, and nothing else.
+    shutil.copy(source / "tokenizer.json", tmp_path / "tokenizer.json")
+    config, params, _ = convert.load(source)
+    convert.save(tmp_path / "own", config, params, HFTokenizer(tmp_path / "tokenizer.json"))
+    end = {"eos_token_id": 63}
+    assert special_ids(tmp_path / "own") == dict.fromkeys(IDS, end)
+
+
+def test_a_folder_and_the_run_made_from_it_begin_texts_alike(script, with_bos, tmp_path, capsys):
+    run = tmp_path / "run"
+    script.main(["--from", str(with_bos), "--to", str(run)])
+    script.main(["--from", str(run), "--to", str(tmp_path / "back")])
+    capsys.readouterr()
+    config, params, tokenizer = convert.load(with_bos)
+    assert tokenizer.prefix == convert.load_run(run)[2].prefix == (62,)
+    main = load_script("generate").main
+    flags = ["--prompt", "w1 w2 w3", "--max-new-tokens", "8", "--temperature", "0"]
+
+    def text(folder, *more):
+        assert main(["--workdir", str(folder), *flags, *more]) == 0
+        return capsys.readouterr().out.split()
+
+    def continued(prompt):
+        new = generate(config, params, [prompt], max_new_tokens=8, eos_id=63)[0]
+        return ["w1", "w2", "w3", *(f"w{i}" for i in new if i != 63)]
+
+    assert continued([62, 1, 2, 3]) != continued([1, 2, 3])
+    for folder in (with_bos, run, tmp_path / "back"):
+        assert text(folder) == continued([62, 1, 2, 3])
+        assert text(folder, "--no-bos") == continued([1, 2, 3])
+
+    ids = np.random.default_rng(0).integers(0, 62, 300)
+    corpus = array_source(ids.astype(np.uint16), tokenizer=tokenizer)
+    opened = [open_model(folder) for folder in (with_bos, run)]
+    theirs, ours = (perplexity(model, corpus, window=16).nats for model in opened)
+    assert ours == theirs
+    assert perplexity(open_model(run, bos=False), corpus, window=16).nats != theirs
+    # A run converted before this was recorded does without, as it did.
+    meta = json.loads((run / "tokenizer" / "meta.json").read_text())
+    assert meta.pop("prefix") == [62]
+    (run / "tokenizer" / "meta.json").write_text(json.dumps(meta))
+    assert open_model(run).prefix == ()
+    assert text(run) == continued([1, 2, 3])
+    assert text(run, "--bos") == continued([62, 1, 2, 3])

@@ -10,9 +10,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models
 
 from sparsejax import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, convert, init_params
-from sparsejax.data import open_source
+from sparsejax.data import HFTokenizer, open_source
 from sparsejax.data.prepare import prepare_corpus
 from sparsejax.evaluation import open_model, perplexity
 
@@ -99,7 +101,7 @@ def test_what_was_done_before_an_interruption_is_kept(script, folders, tmp_path,
     with pytest.raises(KeyboardInterrupt):
         run(script, folders, "run", *flags, "--out", str(out), "--mesh.data", "1")
     values = json.loads(out.read_text())
-    assert values["status"] == "unfinished"
+    assert (values["status"], values["reason"]) == ("unfinished", "KeyboardInterrupt")
     assert values["perplexity"]["scored"] > 0 and "multiple_choice" not in values
 
 
@@ -110,6 +112,7 @@ def test_what_was_done_before_an_interruption_is_kept(script, folders, tmp_path,
         (["--tasks", "q.jsonl", "--stride", "4"], "--stride has no meaning without --data"),
         (["--data", "stdlib", "--separator", ""], "--separator has no meaning without --tasks"),
         (["--data", "stdlib", "--limit", "4"], "--limit has no meaning without --harness"),
+        (["--data", "stdlib", "--bos", "--no-bos"], "--bos and --no-bos exclude each other"),
         (["--data", "absent"], "no corpus 'absent'"),
         (["--data", "stdlib", "--out", "result.txt"], r"--out must be a \.json file"),
         (["--data", "stdlib", "--batch-size", "3"], "batch size 3 must be a multiple"),
@@ -138,3 +141,30 @@ def test_errors_are_one_line(folders, tmp_path):
         f'evaluate.py: {bad} has rows that cannot be used:\n  line 2: "question" must be a text, '
         "got 1\n"
     )
+
+
+def test_a_refused_corpus_leaves_no_result(script, folders, tmp_path):
+    """Bytes for a model of words: the way out is named, and no file is begun."""
+    vocab = {f"w{i}": i for i in range(271)} | {"</s>": 271}
+    made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    words = HFTokenizer(tmp_path / "tokenizer.json")
+    model = open_model(folders / "run")
+    convert.save(tmp_path / "hf", model.config, model.params, words)
+    out = tmp_path / "result.json"
+    with pytest.raises(ValueError, match="corpus stdlib/val was tokenised with another") as caught:
+        script.main(["--model", str(tmp_path / "hf"), "--data", "stdlib", "--out", str(out)])
+    assert str(caught.value).endswith(
+        f"prepare the text with the model's own: python experiments/prepare_data.py --inputs TEXT "
+        f"--tokenizer {tmp_path}/hf/tokenizer.json --out FOLDER"
+    )
+    assert not out.exists()
+
+
+def test_what_ended_an_evaluation_is_in_its_result(script, folders, tmp_path):
+    out = tmp_path / "result.json"
+    with pytest.raises(ValueError, match="exceeds the model's context length 16"):
+        run(script, folders, "run", "--data", "stdlib", "--window", "17", "--out", str(out))
+    values = json.loads(out.read_text())
+    assert values["status"] == "unfinished"
+    assert values["reason"] == "window 17 exceeds the model's context length 16"

@@ -165,7 +165,9 @@ def test_the_tokenizer_of_a_corpus_folder(script, tmp_path, capsys):
     assert script.main([*run, "--temperature", "0"]) == 0
     assert capsys.readouterr().out == "abc\n"
     corpus.rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match=r"no corpus .*--tokenizer names a tokenizer\.json"):
+    with pytest.raises(
+        ValueError, match=r"looked for in .*/corpus\); name a tokenizer\.json.*--tokenizer"
+    ):
         script.main(run)
     assert script.main([*run, "--temperature", "0", "--tokenizer", "bytes"]) == 0
     assert capsys.readouterr().out == "abc\n"
@@ -175,6 +177,6 @@ def test_errors_are_one_line_and_make_no_folder(tmp_path):
     command = [sys.executable, str(SCRIPT), "--workdir", str(tmp_path / "absent")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"generate.py: {tmp_path / 'absent'} holds no run")
+    assert done.stderr.startswith(f"generate.py: no folder {tmp_path / 'absent'}; expected a run")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "absent").exists()

@@ -328,3 +328,21 @@ def test_json_that_is_too_deep(tmp_path):
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(FolderError, match="is not valid JSON"):
         read_json(tmp_path / "config.json")
+
+
+def test_all_keys_that_are_not_known_are_named_at_once():
+    foreign = values("llama31", foo_scale=2.0, tuned_by="me", nothing=None)
+    with pytest.raises(FolderError) as error:
+        from_hf(foreign)
+    assert str(error.value) == (
+        "config.json: 'foo_scale' = 2.0, 'tuned_by' = 'me' are not known keys, so they may change "
+        "the mathematics and are not supported; if not, pass ignore_keys=('foo_scale', 'tuned_by') "
+        "(experiments/convert.py: --ignore-keys foo_scale tuned_by)"
+    )
+    assert from_hf(foreign, ignore_keys=("foo_scale", "tuned_by")) == from_hf(values("llama31"))
+    with pytest.raises(FolderError) as error:
+        from_hf(values("llama31", attention_bias=True, mlp_bias=True))
+    assert str(error.value) == (
+        "config.json: 'attention_bias' = True, 'mlp_bias' = True change the mathematics and are "
+        "not supported"
+    )

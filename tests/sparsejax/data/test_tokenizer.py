@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+from tokenizers import processors
 
-from sparsejax.data import ByteTokenizer, HFTokenizer, StreamDecoder, Tokenizer
+from sparsejax.data import ByteTokenizer, HFTokenizer, StreamDecoder, Tokenizer, prompt_ids
 
 TEXTS = [
     "",
@@ -154,3 +155,29 @@ def test_stream_of_random_ids_joins_to_the_whole_text(kind, bpe_file):
         pieces, rest = _stream(tokenizer, ids, [1] * 60)
         assert "".join(pieces) + rest == tokenizer.decode(ids)
         assert sum(map(bool, pieces)) > 5  # it does stream
+
+
+def test_what_a_model_has_in_front_of_a_text(bpe_file, tmp_path):
+    content = tokenizers.Tokenizer.from_file(str(bpe_file))
+    end = content.token_to_id("<|endoftext|>")
+    content.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", end)]
+    )
+    content.save(str(tmp_path / "tokenizer.json"))
+    plain = HFTokenizer(tmp_path / "tokenizer.json")
+    assert (plain.prefix, plain.added_in_front()) == ((), (end,))
+    assert HFTokenizer(bpe_file).added_in_front() == ()
+    model = HFTokenizer(tmp_path / "tokenizer.json", prefix=[end])
+    ids = plain.encode("the")
+    assert model.encode("the") == ids
+    assert prompt_ids(model, "the") == [end, *ids] == content.encode("the").ids
+    assert prompt_ids(plain, "the") == ids
+    assert prompt_ids(plain, "") == prompt_ids(model, "") == [end]
+    assert prompt_ids(ByteTokenizer(), "é") == [0xC3, 0xA9]
+    assert repr(model) == (
+        f"HFTokenizer('{tmp_path}/tokenizer.json', {plain.vocab_size} ids, eot_id={end} "
+        f"'<|endoftext|>', prefix=[{end}])"
+    )
+    assert repr(ByteTokenizer()) == "ByteTokenizer()"
+    with pytest.raises(ValueError, match=r"prefix is \[-1\]; .* has ids 0"):
+        HFTokenizer(bpe_file, prefix=[-1])

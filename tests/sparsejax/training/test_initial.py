@@ -13,6 +13,7 @@ from tokenizers import models
 import sparsejax
 from sparsejax import MeshConfig, convert
 from sparsejax.data import HFTokenizer
+from sparsejax.data.prepare import prepare_corpus
 from sparsejax.params import flatten
 from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.config import TrainConfig
@@ -145,17 +146,29 @@ def test_what_does_not_fit_is_said_before_anything_is_written(
     assert not (tmp_path / "new").exists()
 
 
-def test_weights_of_another_tokenizer_are_noted(micro, params, tmp_path, capsys):
+def test_weights_of_another_tokenizer_are_refused(micro, params, tmp_path):
     vocab = {f"w{i}": i for i in range(256)} | {"</s>": 256}
     made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="w0"))
     made.save(str(tmp_path / "tokenizer.json"))
     words = HFTokenizer(tmp_path / "tokenizer.json")
     convert.save(tmp_path / "hf", micro, params, words)
     convert.save_run(tmp_path / "run", micro, params, words)
+    for kind, place in (("hf", "hf"), ("run", "run/tokenizer")):
+        with pytest.raises(ValueError, match="another tokenizer than that of") as caught:
+            train(config(tmp_path / kind, tmp_path / "new"))
+        assert str(caught.value) == (
+            f"corpus stdlib/train was tokenised with another tokenizer than that of "
+            f"{tmp_path / kind} (corpus vs model): id 0 is '\\x00' vs 'w0'; prepare the text with "
+            "the model's own: python experiments/prepare_data.py --inputs TEXT --tokenizer "
+            f"{tmp_path / place}/tokenizer.json --out FOLDER"
+        )
+        assert not (tmp_path / "new").exists()
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "w1"}\n' * 40)
+    prepare_corpus([text], tmp_path / "hf", tmp_path / "corpus", val_fraction=0, progress=False)
     for kind in ("run", "hf"):
-        start(config(tmp_path / kind, tmp_path / "new"))
-        note = "of another tokenizer than the data (data vs them): id 0 is '\\x00' vs 'w0'"
-        assert note in capsys.readouterr().err
+        own = config(tmp_path / kind, tmp_path / "new", data=str(tmp_path / "corpus"))
+        assert prepare(own).source.vocab_size == 257
 
 
 def test_float16_folders_are_trained_in_bfloat16(micro, params, tmp_path):
