@@ -230,3 +230,42 @@ def plan(config: ModelConfig, devices: int, rows: int, length: int, **settings: 
     ]
     steps = [step for step in steps if step.state_bytes + step.gathered_bytes < memory]
     return sorted(steps, key=lambda step: step.hidden + step.exposed)
+
+
+def plan_rows(
+    config: ModelConfig,
+    devices: Sequence[int],
+    batches: Sequence[int],
+    length: int,
+    *,
+    reference: int,
+    best: int = 3,
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """`plan` as a table: the `best` splits of every device count.
+
+    Args:
+      config: the model.
+      devices: counts.
+      batches: sequences of an update, one number for each count.
+      length: tokens per sequence.
+      reference: sequences of the step on one device that efficiencies are relative to.
+      best: splits per count.
+      settings: of `estimate`.
+
+    Returns:
+      JSON values; times in ms, "efficiency" with nothing and with everything hidden.
+    """
+    one = estimate(config, (1, 1, 1), reference, length, **settings).tokens_per_s()
+    rows = []
+    for count, batch in zip(devices, batches, strict=True):
+        for place, step in enumerate(plan(config, count, batch, length, **settings)[:best]):
+            parts = ("compute", "optimiser", "weights", "gradients", "activations", "statistics")
+            parts = (*parts, "hidden", "exposed")
+            rows.append(
+                {"devices": count, "sequences": batch, "place": place + 1, "split": step.split}
+                | {f"{name}_ms": getattr(step, name) * 1e3 for name in parts}
+                | {"efficiency": [step.tokens_per_s(o) / count / one for o in (False, True)]}
+                | {"state_gb": step.state_bytes / 1e9, "gathered_gb": step.gathered_bytes / 1e9}
+            )
+    return rows
