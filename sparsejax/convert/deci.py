@@ -70,9 +70,9 @@ def read_layers(keys: Keys, head_dim: int) -> tuple[LayerConfig, ...]:
     layers = []
     for i, block in enumerate(blocks):
         place = f"{keys.place}: block_configs[{i}]"
-        outer = _object(block, place)
-        attention = _object(outer.take("attention", {}), f"{place}.attention")
-        ffn = _object(outer.take("ffn", {}), f"{place}.ffn")
+        outer = _object(keys, block, place)
+        attention = _object(keys, outer.take("attention", {}), f"{place}.attention")
+        ffn = _object(keys, outer.take("ffn", {}), f"{place}.ffn")
         layers.append(
             LayerConfig(
                 attention=_read_attention(attention, heads, head_dim, bias),
@@ -84,10 +84,10 @@ def read_layers(keys: Keys, head_dim: int) -> tuple[LayerConfig, ...]:
     return tuple(layers)
 
 
-def _object(values: Any, place: str) -> Keys:
+def _object(keys: Keys, values: Any, place: str) -> Keys:
     if not isinstance(values, dict):
         raise FolderError(f"{place}: expected a JSON object, got {values!r}")
-    return Keys(values, place)
+    return Keys(values, place, keys.ignored)
 
 
 def _check_length(keys: Keys, key: str, values: Any, n: int) -> None:

@@ -93,7 +93,7 @@ class Keys:
           ignore: keys the caller vouches for.
         """
         self.values, self.place = values, place
-        self._ignore, self._taken = set(ignore), set()
+        self.ignored, self._taken = frozenset(ignore), set()
 
     def take(self, key: str, default: Any = None) -> Any:
         """The value, or `default` where the key is absent or null."""
@@ -153,7 +153,7 @@ class Keys:
 
     def finish(self, harmless: Collection[str] = HARMLESS) -> None:
         """Raises FolderError for the keys that nobody took, all at once."""
-        known = self._taken | set(harmless) | self._ignore
+        known = self._taken | set(harmless) | self.ignored
         unknown = [k for k, value in self.values.items() if k not in known and value is not None]
         if not unknown:
             return
@@ -212,7 +212,7 @@ def _named(old: Any, new: Any) -> list[tuple[str, Any]]:
 def _rope(keys: Keys, name: str, values: Any, theta: float | None) -> RopeConfig:
     if not isinstance(values, dict) or any(isinstance(v, dict) for v in values.values()):
         raise keys.unsupported(name)
-    inner = Keys(values, f"{keys.place}: {name}")
+    inner = Keys(values, f"{keys.place}: {name}", keys.ignored)
     new, old = inner.take("rope_type"), inner.take("type")
     kind = new or old or "default"
     if new and old and new != old:

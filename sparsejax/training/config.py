@@ -32,9 +32,10 @@ class TrainConfig:
         .json file written by `ModelConfig.to_json`, or the config.json of a run. None takes the
         model of init_from, or tiny.
       init_from: start from the weights of this folder, a run (its newest checkpoint) or a Hugging
-        Face folder, instead of random ones; the model is then the one found there.
-      data: "stdlib" (the running Python's standard library as bytes), or a folder made by
-        experiments/prepare_data.py.
+        Face folder, instead of random ones; the model is then the one found there, with parameters
+        in float32. The data must be of its tokenizer.
+      data: "stdlib" (the running Python's standard library as bytes, for models of bytes), or a
+        folder made by experiments/prepare_data.py.
       workdir: where everything is written; None makes a new folder under runs/.
       steps: updates of the whole run; schedules depend on it.
       batch_size: sequences of one update, over all devices.

@@ -346,3 +346,11 @@ def test_all_keys_that_are_not_known_are_named_at_once():
         "config.json: 'attention_bias' = True, 'mlp_bias' = True change the mathematics and are "
         "not supported"
     )
+
+
+def test_a_key_of_a_block_can_be_vouched_for_too():
+    changed = values("deci")
+    changed["block_configs"][3]["ffn"]["note"] = "mine"
+    with pytest.raises(FolderError, match=r"block_configs\[3\].ffn: 'note' .* --ignore-keys note"):
+        from_hf(changed)
+    assert from_hf(changed, ignore_keys=("note",)) == from_hf(values("deci"))
