@@ -151,8 +151,9 @@ def _collective(match: re.Match[str], devices: int) -> Collective:
     kind, rest = match["kind"], match["rest"]
     arrays = _arrays(match["type"])
     groups = _groups(rest, devices, kind)
-    if match["start"] and kind != "all-reduce":
-        # (operands, results, ...): the whole arrays are the larger of the two.
+    # A start's type is (operands, results, ...), but an all-reduce's may be that of its results.
+    if match["start"] and (kind != "all-reduce" or match["type"].startswith("((")):
+        # The whole arrays are the larger of the two.
         parts = [_arrays(part) for part in _parts(match["type"])[:2]]
         arrays = max(parts, key=lambda part: sum(array_bytes(*array) for array in part))
     elif kind == "reduce-scatter":
