@@ -13,13 +13,10 @@ training step is that of experiments/train.py, with a learning rate that keeps a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import statistics
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,17 +24,15 @@ import jax
 import numpy as np
 import tyro
 
-import pallas_kernels
 from pallas_kernels import UnsupportedError
 from sparsejax import benchmark
 from sparsejax.calibrate import measured_profile
 from sparsejax.config import ModelConfig
-from sparsejax.energy import PowerMeter
+from sparsejax.studies.timing import time_variants
 from sparsejax.training.config import TrainConfig
 
 SMOKE = {"preset": "tiny", "layers": 1, "batch_size": 2, "seq_len": 32, "nnz": 8.0, "reps": 2}
 SMOKE |= {"calls": 1, "decode_steps": 3}
-SETTLE = 0.5  # seconds of work before energy counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,74 +103,6 @@ def profile_of(flags: Flags, model: ModelConfig) -> list[float]:
     return [min(flags.nnz, float(width)) for width in widths]
 
 
-def compile_all(case: benchmark.Case, interpret: bool) -> dict[str, tuple[Any, float]]:
-    """name -> (executable, seconds); traced one after the other, compiled in parallel."""
-    context = pallas_kernels.interpret() if interpret else contextlib.nullcontext()
-
-    def build(lowered: Any) -> tuple[Any, float]:
-        began = time.perf_counter()
-        return lowered.compile(), time.perf_counter() - began
-
-    with ThreadPoolExecutor() as pool, context, jax.set_mesh(case.mesh):
-        futures = {name: pool.submit(build, case.lower(name)) for name in case.programs}
-        return {name: future.result() for name, future in futures.items()}
-
-
-def memory(compiled: Any) -> dict[str, int]:
-    """Bytes of a compiled program: its parts, and what is alive at once at most."""
-    sizes = compiled.memory_analysis()
-    names = ("argument", "output", "temp", "alias")
-    parts = {name: getattr(sizes, f"{name}_size_in_bytes") for name in names}
-    return parts | {"peak": sum(parts.values()) - 2 * parts["alias"]}
-
-
-def warm_up(case: benchmark.Case, sizes: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """First calls, the smallest program first: where the allocator's peak rises it is its own."""
-    peaks, before = {}, 0
-    for name in sorted(benchmark.VARIANTS, key=lambda name: sizes[name]["peak"]):
-        jax.block_until_ready(case.call(name, 0))
-        stats = jax.local_devices()[0].memory_stats() or {}
-        peak = stats.get("peak_bytes_in_use")
-        peaks[name] = {
-            "allocator_peak_bytes": peak,
-            "allocator_peak_is_own": None if peak is None else peak > before,
-        }
-        before = peak or 0
-    return peaks
-
-
-def time_in_turns(case: benchmark.Case, reps: int, calls: int) -> dict[str, list[float]]:
-    """Milliseconds per call of every repetition; whoever begins changes."""
-    times: dict[str, list[float]] = {name: [] for name in benchmark.VARIANTS}
-    names = list(benchmark.VARIANTS)
-    for rep in range(reps):
-        shift = rep % len(names)
-        for name in names[shift:] + names[:shift]:
-            began = time.perf_counter()
-            jax.block_until_ready([case.call(name, i) for i in range(calls)])
-            times[name].append((time.perf_counter() - began) / calls * 1e3)
-    return times
-
-
-def energy(case: benchmark.Case, meter: PowerMeter, name: str, seconds: float) -> dict[str, Any]:
-    """Joules per token and mean watts while one variant runs alone."""
-    if meter.reason or seconds <= 0:
-        reason = meter.reason or "--energy-seconds is 0"
-        return {"joules_per_token": None, "watts": None, "energy_reason": reason}
-    began, calls, first = time.perf_counter(), 0, None
-    while time.perf_counter() - began < SETTLE + seconds:
-        jax.block_until_ready(case.call(name, calls))
-        if first is None and time.perf_counter() - began > SETTLE:
-            first, calls = time.perf_counter(), 0
-        else:
-            calls += 1
-    end = time.perf_counter()
-    joules = meter.joules(first or began, end)
-    assert joules is not None
-    tokens = max(calls, 1) * case.tokens_per_call
-    return {"joules_per_token": joules / tokens, "watts": joules / (end - (first or began))}
-
-
 def bench(flags: Flags) -> list[dict[str, Any]]:
     """One row per variant."""
     model = model_of(flags)
@@ -185,33 +112,14 @@ def bench(flags: Flags) -> list[dict[str, Any]]:
     shape = benchmark.Shape(**{name: getattr(flags, name) for name in names})
     case = benchmark.make_case(flags.mode, model, wanted, shape)
     print(f"parameters made and activity set in {time.perf_counter() - began:.1f} s", flush=True)
-    interpret = flags.smoke and jax.default_backend() != "gpu"
-    programs = compile_all(case, interpret)
-    case.compiled = {name: executable for name, (executable, _) in programs.items()}
-    print("compiled:", {name: round(s, 1) for name, (_, s) in programs.items()}, flush=True)
-    sizes = {name: memory(case.compiled[name]) for name in benchmark.VARIANTS}
-    with PowerMeter() as meter:
-        case.prepare()
-        peaks = warm_up(case, sizes)
-        calls = flags.calls or (2 if flags.mode == "train" else 4)
-        times = time_in_turns(case, flags.reps, calls)
-        energies = {n: energy(case, meter, n, flags.energy_seconds) for n in benchmark.VARIANTS}
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    rows = []
-    for name, values in times.items():
-        nnz, sparse_layers = case.seen(name)
-        rows.append(
-            {"bench": "model", "variant": name, "ms": medians[name]}
-            | {"ms_min": min(values), "ms_max": max(values)}
-            | {"tokens_per_s": case.tokens_per_call / medians[name] * 1e3}
-            | {f"ratio_to_{d}": medians[d] / medians[name] for d in benchmark.DENSE}
-            | {"compiled_bytes": sizes[name]}
-            | peaks[name]
-            | energies[name]
-            | {"compile_s": programs[name][1], "sparse_layers": sparse_layers}
-            | {"nnz_seen": nnz, "nnz_asked": wanted}
-        )
-    return rows
+    rows = time_variants(
+        case,
+        reps=flags.reps,
+        calls=flags.calls or (2 if flags.mode == "train" else 4),
+        energy_seconds=flags.energy_seconds,
+        interpret=flags.smoke and jax.default_backend() != "gpu",
+    )
+    return [{"bench": "model"} | row | {"nnz_asked": wanted} for row in rows]
 
 
 def about(flags: Flags) -> dict[str, Any]:

@@ -64,12 +64,14 @@ class Case:
 
     Attributes:
       programs: names of what is compiled: the variants and helpers.
+      sparse_engine: of the sparse variant; None lets every call choose.
       compiled: name -> executable, set by the caller before `prepare`.
       mesh: one device.
       tokens_per_call: tokens read or made by one call.
     """
 
     programs: tuple[str, ...] = VARIANTS
+    sparse_engine: str | None = "triton"
 
     def __init__(self, model: ModelConfig, nnz: Sequence[float], shape: Shape):
         self.shape, self.nnz = shape, nnz
@@ -90,7 +92,7 @@ class Case:
 
     def options(self, variant: str, **changes: Any) -> Options:
         """The engine of a variant."""
-        implementation = "triton" if variant == "sparse_relu" else "xla"
+        implementation = self.sparse_engine if variant == "sparse_relu" else "xla"
         return Options(implementation=implementation, remat=self.shape.remat, **changes)
 
     def own(self, variant: str, tree: Any) -> Any:
@@ -115,10 +117,16 @@ class Case:
         """Starts call i of a variant; returns arrays to wait for."""
         raise NotImplementedError
 
-    def seen(self, name: str) -> tuple[list[float], float]:
-        """nnz of each feed-forward layer in the last call, and how many layers ran sparse."""
+    def seen(self, name: str) -> tuple[list[float], list[float]]:
+        """nnz of each feed-forward layer in the last call, and which ran sparse.
+
+        A training step tells only how many: one number.
+        """
         nnz, sparse = jax.device_get(self._last[name])
-        return np.asarray(nnz, np.float64).tolist(), float(np.sum(sparse))
+        return (
+            np.asarray(nnz, np.float64).tolist(),
+            np.atleast_1d(np.asarray(sparse, np.float64)).tolist(),
+        )
 
 
 class Train(Case):
@@ -168,9 +176,9 @@ class Inference(Case):
             self.params = self.calibrated(make(jax.random.key(shape.seed)))
 
     def lower_prefill(self, name: str, slots: int) -> Any:
-        """`_prefill` of a variant."""
+        """`prefill_program` of a variant."""
         options = self.options(name, fresh_cache=True)
-        program = functools.partial(_prefill, self.config(name), options, slots)
+        program = functools.partial(prefill_program, self.config(name), options, slots)
         return jax.jit(program).lower(self.own(name, self.params), self.ids[0][:, :-1])
 
 
@@ -212,7 +220,7 @@ class Decode(Inference):
         if name == "fill":
             return self.lower_prefill("dense_relu", self.slots)
         program = functools.partial(
-            _decode, self.config(name), self.options(name), self.shape.seq_len
+            decode_program, self.config(name), self.options(name), self.shape.seq_len
         )
         cache = jax.eval_shape(
             functools.partial(init_cache, self.model, self.shape.batch_size, self.slots)
@@ -233,7 +241,7 @@ class Decode(Inference):
         return ids
 
 
-_CASES: dict[str, type[Case]] = {"train": Train, "prefill": Prefill, "decode": Decode}
+CASES: dict[str, type[Case]] = {"train": Train, "prefill": Prefill, "decode": Decode}
 
 
 def make_case(
@@ -243,7 +251,7 @@ def make_case(
     shape: Shape,
 ) -> Case:
     """The case of a mode, with parameters on the device and activity `nnz` per ReLU layer."""
-    return _CASES[mode](model, nnz, shape)
+    return CASES[mode](model, nnz, shape)
 
 
 def silu(model: ModelConfig) -> ModelConfig:
@@ -259,7 +267,9 @@ def silu(model: ModelConfig) -> ModelConfig:
     return model.replace(layers=layers)
 
 
-def _prefill(config: ModelConfig, options: Options, slots: int, params: Params, tokens: Array):
+def prefill_program(
+    config: ModelConfig, options: Options, slots: int, params: Params, tokens: Array
+):
     """Next ids (B,), the cache, nnz (L,) and which layers ran sparse (L,)."""
     cache = init_cache(config, tokens.shape[0], slots)
     out = forward(config, params, tokens, cache=cache, options=options)
@@ -268,7 +278,7 @@ def _prefill(config: ModelConfig, options: Options, slots: int, params: Params, 
     return ids, out.cache, nnz, out.stats.sparse
 
 
-def _decode(
+def decode_program(
     config: ModelConfig, options: Options, start: int, params: Params, cache: Cache, fed: Array
 ):
     """Ids (B, n) chosen after each of the ids `fed` (B, n); the cache, nnz and sparse (L,)."""

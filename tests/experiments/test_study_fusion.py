@@ -1,0 +1,46 @@
+"""`experiments/study_fusion.py --smoke`: every way of fusing has a row, and the rows agree."""
+
+import csv
+
+import pytest
+
+
+def test_all_ways_and_what_they_are_compared_with(run_study):
+    results = run_study("fusion")
+    rows = read(results / "study_fusion.csv")
+    found = [(r["name"], r["family"]) for r in rows]
+    assert found == [
+        ("parent", "parent"),
+        ("cut", "cut"),
+        ("base", "base"),
+        ("fuse 2", "fuse"),
+        ("fuse 2", "fuse, last layer in"),
+        ("fuse 2", "fuse, own norms"),
+        ("reverse 2", "reverse"),
+        ("fuse all", "fuse"),
+        ("fuse all", "fuse, own norms"),
+        ("reverse all", "reverse"),
+        ("remove 1", "remove"),
+        ("remove 2", "remove"),
+        ("fuse 2, distilled", "recovered"),
+        ("base, distilled", "recovered"),
+    ]
+    assert {r["name"]: (r["layers"], r["saved"]) for r in rows if r["family"] == "fuse"} == {
+        "fuse 2": ("2", "1"),
+        "fuse all": ("1", "2"),
+    }
+    timed = {r["name"] for r in rows if r["decode_ms"]}
+    assert timed == {"parent", "base", "fuse 2", "fuse all", "remove 1", "remove 2"}
+    # Windows begin with the parent itself.
+    by_row = {r["family"]: float(r["ce"]) for r in rows}
+    windows = read(results / "study_fusion_windows.csv")
+    assert [w["count"] for w in windows] == ["0", "1"]
+    assert float(windows[0]["ce"]) == pytest.approx(by_row["parent"])
+    assert float(windows[1]["ce"]) != pytest.approx(by_row["parent"], abs=1e-7)
+    for name in ("study_fusion.png", "study_fusion_dependency_base.png"):
+        assert (results / name).stat().st_size > 10_000
+
+
+def read(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))

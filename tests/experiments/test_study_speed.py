@@ -1,0 +1,36 @@
+"""`experiments/study_speed.py --smoke`: checkpoints whole and without dead neurons."""
+
+import csv
+
+import pytest
+
+from sparsejax.studies.records import Records
+
+
+def test_every_case_has_its_variants_and_is_measured_once(run_study):
+    results = run_study("speed")
+    records = Records(results / "study_speed.jsonl").all()
+    found = [(r["key"]["pruned"], r["key"]["mode"]) for r in records]
+    assert found == [(p, m) for p in (False, True) for m in ("train", "decode")]
+    whole, dropped = records[0], records[2]
+    # Neurons that are dead on the training text may speak on this one; here there are none.
+    assert whole["d_ff"] == dropped["d_ff"] == [64]
+    assert dropped["ce"] == pytest.approx(whole["ce"], rel=1e-6)
+    for record in records:
+        rows = {row["variant"]: row for row in record["rows"]}
+        assert list(rows) == ["dense_silu", "dense_relu", "sparse_relu"]
+        fastest = min(rows["dense_silu"]["ms"], rows["dense_relu"]["ms"])
+        for row in rows.values():
+            assert row["ratio_to_fastest_dense"] == pytest.approx(fastest / row["ms"])
+            assert row["peak_bytes"] > 0 and row["joules_per_token"] is None
+        assert rows["dense_silu"]["nnz_seen"] == [64.0]
+        assert 0 < rows["sparse_relu"]["nnz_seen"][0] < 64
+        assert rows["sparse_relu"]["sparse_per_layer"] == [0.0]
+        # float32 on a CPU, and both engines are the dense one.
+        assert record["error_sparse"] == record["error_dense"] < 1e-5
+    with (results / "study_speed.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 12 and {row["checkpoint"] for row in table} == {"L1 0.01"}
+    before = (results / "study_speed.jsonl").read_text()
+    run_study("speed")
+    assert (results / "study_speed.jsonl").read_text() == before
