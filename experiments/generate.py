@@ -96,7 +96,7 @@ def main(args: list[str] | None = None) -> int:
         top_p=flags.top_p,
         top_k=flags.top_k,
         key=jax.random.key(flags.seed),
-        eos_id=tokenizer.eot_id,
+        eos_id=model.stop_ids,
         num_tokens=tokenizer.vocab_size,
         options=Options(implementation=flags.implementation),
         mesh=mesh,
@@ -108,27 +108,30 @@ def main(args: list[str] | None = None) -> int:
         decoder.push(ids)  # a token's text may depend on the one before it
     opening = [text if flags.echo else "" for text in texts]
     if len(prompts) == 1:
-        _write_as_made(opening[0], decoders[0], clock.count(steps), tokenizer.eot_id)
+        _write_as_made(opening[0], decoders[0], clock.count(steps), model.stop_ids)
     else:
-        _write_when_finished(opening, decoders, clock.count(steps), tokenizer.eot_id)
+        _write_when_finished(opening, decoders, clock.count(steps), model.stop_ids)
     source = model.name if model.step is None else f"the model of step {model.step}"
     print(clock.report(source), file=sys.stderr)
     return 0
 
 
 def _write_as_made(
-    opening: str, decoder: StreamDecoder, steps: Iterator[np.ndarray], eot: int
+    opening: str, decoder: StreamDecoder, steps: Iterator[np.ndarray], ends: list[int]
 ) -> None:
     sys.stdout.write(opening)
     sys.stdout.flush()
     for ids in steps:
-        sys.stdout.write(decoder.push(i for i in ids.tolist() if i != eot))
+        sys.stdout.write(decoder.push(i for i in ids.tolist() if i not in ends))
         sys.stdout.flush()
     print(decoder.flush(), flush=True)
 
 
 def _write_when_finished(
-    opening: list[str], decoders: list[StreamDecoder], steps: Iterator[np.ndarray], eot: int
+    opening: list[str],
+    decoders: list[StreamDecoder],
+    steps: Iterator[np.ndarray],
+    ends: list[int],
 ) -> None:
     texts, waiting = list(opening), set(range(len(opening)))
 
@@ -139,7 +142,7 @@ def _write_when_finished(
 
     for ids in steps:
         for row in sorted(waiting):
-            if ids[row] in (eot, ENDED):
+            if ids[row] in (*ends, ENDED):
                 write(row)
             else:
                 texts[row] += decoders[row].push([ids[row]])

@@ -64,12 +64,12 @@ class Chooser:
     Attributes:
       sampling: see `sparsejax.sampling`.
       keys: (B,) PRNG keys of the rows; None when greedy.
-      eos_id: () int32, the id that ends a row; negative for none.
+      eos_id: (E,) int32, the ids that end a row; negative for none.
     """
 
     sampling: Sampling
     keys: Array | None
-    eos_id: Array | np.int32
+    eos_id: Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _advance(config, params, state: State, hidden, chooser: Chooser) -> tuple[St
         cache=_placed(state.cache),
         token=jnp.maximum(new, 0),
         position=state.position + jnp.where(state.ended, 0, 1).astype(jnp.int32),
-        ended=state.ended | (new == chooser.eos_id) | (new < 0),
+        ended=state.ended | jnp.any(new[:, None] == chooser.eos_id, axis=1) | (new < 0),
         step=state.step + 1,
     )
     return state, new

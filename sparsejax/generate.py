@@ -37,7 +37,7 @@ def generate(
     top_p: float = 1.0,
     top_k: int | None = None,
     key: Array | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
     num_tokens: int | None = None,
     options: Options = Options(),
     mesh: Mesh | None = None,
@@ -56,7 +56,8 @@ def generate(
       top_k: draw from the top_k most probable tokens (before top_p).
       key: PRNG key, needed when temperature > 0; row r uses `row_keys(key, B)[r]`. Or such an array
         (B,) itself. What a row draws depends on its key and prompt, not on the other rows.
-      eos_id: a row ends with this id, which is then its last one; None ends no row early.
+      eos_id: a row ends with this id, or with any of these, which is then its last one; None ends
+        no row early.
       num_tokens: the tokenizer's vocabulary where `config.vocab_size` is padded: ids from it on
         are never emitted.
       options: engine of the feed-forward layers.
@@ -103,7 +104,7 @@ def stream(
     top_p: float = 1.0,
     top_k: int | None = None,
     key: Array | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
     num_tokens: int | None = None,
     options: Options = Options(),
     mesh: Mesh | None = None,
@@ -128,10 +129,12 @@ def stream(
         num_tokens=num_tokens,
     )
     rows = _check_prompts(config, prompts, max_new_tokens, sampling.num_tokens)
-    if eos_id is not None and not 0 <= eos_id < sampling.num_tokens:
-        raise ValueError(
-            f"eos_id must be an id of the vocabulary, 0..{sampling.num_tokens - 1}, got {eos_id}"
-        )
+    given = [] if eos_id is None else np.atleast_1d(np.asarray(eos_id)).tolist()
+    for each in given:
+        if not isinstance(each, int) or not 0 <= each < sampling.num_tokens:
+            raise ValueError(
+                f"eos_id must be an id of the vocabulary, 0..{sampling.num_tokens - 1}, got {each}"
+            )
     if not 1 <= steps_per_call <= MAX_STEPS_PER_CALL:
         raise ValueError(
             f"steps_per_call must be in [1, {MAX_STEPS_PER_CALL}], got {steps_per_call}"
@@ -156,8 +159,8 @@ def stream(
         tokens[i, : len(row)] = row
     if keys is not None:
         keys = keys[np.minimum(np.arange(batch), len(rows) - 1)]
-    eos = ENDED if eos_id is None else eos_id
-    chooser = Chooser(sampling, keys, np.int32(eos))
+    eos = np.array(given or [ENDED], np.int32)
+    chooser = Chooser(sampling, keys, eos)
     ended = np.arange(batch) >= len(rows)
 
     def prefill() -> tuple[State, Array]:
@@ -170,7 +173,12 @@ def stream(
 
 
 def _steps(
-    prefill: Callable, decode: Callable, batch: int, total: int, steps_per_call: int, eos: int
+    prefill: Callable,
+    decode: Callable,
+    batch: int,
+    total: int,
+    steps_per_call: int,
+    eos: np.ndarray,
 ) -> Iterator[np.ndarray]:
     if total == 0:
         return
@@ -193,7 +201,7 @@ def _steps(
                 )
             seen += 1
             yield ids.copy()
-            ended |= (ids == eos) | (ids == ENDED)
+            ended |= np.isin(ids, eos) | (ids == ENDED)
         pending, asked = following, asked + steps
 
 

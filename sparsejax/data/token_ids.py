@@ -34,6 +34,16 @@ def read_token_ids(folder: Path) -> TokenIds:
     return found
 
 
+def end_ids(ids: TokenIds) -> list[int]:
+    """Ids that end a text: those for generation where they are named, else the model's."""
+    for file in (GENERATION, CONFIG):
+        value = ids.get(file, {}).get("eos_token_id")
+        if value is not None:
+            found = value if isinstance(value, list) else [value]
+            return sorted({i for i in found if isinstance(i, int) and i >= 0})
+    return []
+
+
 def write_token_ids(folder: Path, ids: TokenIds) -> None:
     """Writes what `read_token_ids` gives back; nothing where there is nothing."""
     if ids:

@@ -19,6 +19,7 @@ from sparsejax.data import (
     TokenSource,
     check_vocab,
 )
+from sparsejax.data.token_ids import end_ids, read_token_ids
 from sparsejax.modules import Options
 from sparsejax.sharding import make_mesh
 from sparsejax.training.initial import check_tokenizer, folder_kind, run_tokenizer
@@ -41,6 +42,7 @@ class EvalModel:
       step: training step of a run, else None.
       options: how forward passes run.
       data: corpus of a run, where its tokenizer was looked for.
+      end_ids: ids that the folder names as ends of a text, beside the tokenizer's.
     """
 
     name: str
@@ -52,6 +54,15 @@ class EvalModel:
     step: int | None = None
     options: Options = Options()
     data: str = ""
+    end_ids: tuple[int, ...] = ()
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Ids that end a generated text: the tokenizer's end mark, and those the folder names.
+
+        A chat model names several: the end of a turn is not the end of a text.
+        """
+        return sorted({self.text_tokenizer().eot_id, *self.end_ids})
 
     def text_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -157,4 +168,6 @@ def open_model(
         prefix = found.added_in_front() if bos or named_hf else found.prefix
     if bos and not prefix:
         raise ValueError("bos was asked for, but the tokenizer puts nothing in front of a text")
-    return EvalModel(str(folder), config, params, mesh, found, prefix, step, options, data)
+    ends = end_ids(read_token_ids(folder if kind == "hf" else folder / "tokenizer"))
+    ends = tuple(i for i in ends if i < (config.vocab_size if found is None else found.vocab_size))
+    return EvalModel(str(folder), config, params, mesh, found, prefix, step, options, data, ends)

@@ -225,6 +225,24 @@ def test_ids_that_a_folder_does_not_name_are_not_invented(script, source, tmp_pa
     assert special_ids(tmp_path / "own") == dict.fromkeys(IDS, end)
 
 
+def test_texts_end_with_any_id_that_the_folder_names(script, source, tmp_path, capsys):
+    """A chat model's generation_config.json names the end of a turn beside the end of a text."""
+    config, params, _ = convert.load(source)
+    free = generate(config, params, [[1, 2, 3]], max_new_tokens=8)[0]
+    end = next(i for i in free[::-1] if i != 63)
+    named = shutil.copytree(source, tmp_path / "named")
+    (named / "generation_config.json").write_text(json.dumps({"eos_token_id": [63, end]}))
+    run = tmp_path / "run"
+    script.main(["--from", str(named), "--to", str(run)])
+    capsys.readouterr()
+    flags = ["--prompt", "w1 w2 w3", "--max-new-tokens", "8", "--temperature", "0"]
+    upto = min(free.index(i) for i in (end, 63) if i in free)
+    want = ["w1", "w2", "w3", *(f"w{i}" for i in free[:upto])]
+    for folder in (named, run):
+        assert load_script("generate").main(["--workdir", str(folder), *flags]) == 0
+        assert capsys.readouterr().out.split() == want
+
+
 def test_a_folder_and_the_run_made_from_it_begin_texts_alike(script, with_bos, tmp_path, capsys):
     run = tmp_path / "run"
     script.main(["--from", str(with_bos), "--to", str(run)])

@@ -200,6 +200,14 @@ def test_eos_ends_a_row_and_is_its_last_id():
     first, *_, last = stream(GROUPED, params, prompts, max_new_tokens=NEW, eos_id=eos)
     assert ENDED not in first
     assert last[0] == ENDED
+    # Several ids end a row, each its own.
+    second = next(row[3] for row in cut if len(row) == NEW)
+    both = [
+        row[: min((row.index(i) + 1 for i in (eos, second) if i in row), default=NEW)]
+        for row in free
+    ]
+    assert generate(GROUPED, params, prompts, max_new_tokens=NEW, eos_id=[eos, second]) == both
+    assert both != cut
     # When all rows have ended, the stream ends too.
     for steps_per_call in (1, 4):
         steps = stream(
