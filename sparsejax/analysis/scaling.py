@@ -156,7 +156,9 @@ def estimate(
     data, fsdp, tensor = split
     device, devices = get_device(cluster.device), math.prod(split)
     terms = traffic(config, split, rows, length, remat=remat, accumulate=accumulate, sparse=sparse)
-    seconds = dict.fromkeys(("weights", "gradients", "activations", "statistics"), 0.0)
+    seconds: dict[str, float] = dict.fromkeys(
+        ("weights", "gradients", "activations", "statistics"), 0.0
+    )
     for term in _together(terms):
         seconds[term.what] += cluster.seconds(term, split)
     flops = flops_per_token(config, length)

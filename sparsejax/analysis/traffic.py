@@ -13,9 +13,9 @@ activations  all-reduces over tensor: after the embedding, after each layer's at
 statistics   counts of neurons, l1 (a scalar on GPUs) and the normaliser of the loss. Scalars are
              left out.
 
-The bytes agree to the last one with what jax 0.10.2 compiles for eight host devices and, without
-running it, for eight H200; the tests compare both. Microbatches repeat weights, gradients and
-activations, except that XLA for CPUs gathers the forward pass's weights once for all of them.
+The bytes agree to the last one with what jax 0.10.2 and 0.11.2 compile for eight host devices and,
+without running it, for eight H200; the tests compare both. Microbatches repeat weights, gradients
+and activations, except that XLA for CPUs gathers the forward pass's weights once for all of them.
 The loss is taken to be the fused one (`sparsejax.fused_loss.pays`).
 """
 
@@ -99,7 +99,7 @@ def traffic(
     if on not in ("host", "gpu"):
         raise ValueError(f"traffic: on must be 'host' or 'gpu', got {on!r}")
     tokens = rows * length // (data * fsdp * accumulate)
-    sizes = dict(zip(AXES, split, strict=True))
+    sizes: dict[str, int] = dict(zip(AXES, split, strict=True))
     parts = [
         _parameters(config, sizes, remat, on),
         _activations(config, tokens, sparse, remat, on),
