@@ -30,7 +30,9 @@ def plot_sparsity(rows: Sequence[Record], path: Path) -> None:
         loss.errorbar(
             nnz.mean(), ce.mean(), xerr=_spread(nnz), yerr=_spread(ce), fmt=marker, color=color
         )
-        loss.annotate(name, (nnz.mean(), ce.mean()), fontsize=6, xytext=(3, 3), textcoords=_POINTS)
+        below = key["revive"] or key["variant"] == "nongated"
+        at, offset = (nnz.mean(), ce.mean()), (4, -9 if below else 4)
+        loss.annotate(name, at, fontsize=6, xytext=offset, textcoords=_POINTS)
     loss.set(xlabel="active neurons per token and layer")
     _log(loss.xaxis, [r["nnz"] for r in short])
     loss.set(ylabel="held-out nats per token", title="quality (bars: range over seeds)")
@@ -63,6 +65,8 @@ def plot_sparsity(rows: Sequence[Record], path: Path) -> None:
         curves.plot(x, [p["train"] for p in points], color=color, ls="--", lw=1)
         best = min(points, key=lambda p: p["held_out"])
         curves.plot(best["tokens"] / 1e6, best["held_out"], "v", color=color)
+    least = min((p["held_out"] for r in _longest(rows) for p in r["curve"]), default=0.0)
+    curves.set_ylim(top=min(curves.get_ylim()[1], least + 1))  # the steep beginning says little
     curves.set(xlabel="million tokens", ylabel="nats per token")
     curves.set(title="held-out loss (least marked), training loss (dashed)")
     _finish(figure, path, rows)
@@ -107,11 +111,12 @@ def plot_speed(rows: Sequence[Record], path: Path) -> None:
         if all(j is not None for j in joules):
             energy.bar(x, joules, label=label, **style)
     for axes, title in (
-        (speed, "speed over the fastest dense form of the same weights"),
+        (speed, "speed over the fastest dense form"),
         (energy, "energy per token over that of the fastest dense form"),
     ):
         axes.axhline(1, color="black", lw=0.8)
         axes.set_xticks(range(len(names)), names, fontsize=8)
+        axes.set_ylim(top=1.35 * axes.get_ylim()[1])  # room for the legend
         axes.set(title=title)
     if not energy.patches:
         energy.text(0.5, 0.5, "not measured", ha="center", transform=energy.transAxes)
@@ -256,6 +261,8 @@ def _log(axis: Any, values: Sequence[float]) -> None:
         scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
         scale("symlog", linthresh=1)
         axis.set_major_formatter("{x:g}")
+        limits = axis.axes.set_xlim if axis.axis_name == "x" else axis.axes.set_ylim
+        limits(least / 1.5 if least > 1 else 0, 1.5 * most)
 
 
 def _nnz(r: Record) -> float:
@@ -277,7 +284,7 @@ def _by_l1(rows: Iterable[Record], value: Any) -> tuple[list[float], Any, Any, A
 
 
 def _where_run(r: Record) -> str:
-    return r["mode"] if r["mode"] != "decode" else f"decode, {r['sequences']} rows"
+    return f"{r['mode']} x {r['sequences']}"
 
 
 def _finish(figure: Figure, path: Path, rows: Sequence[Record], *, legends: bool = True) -> None:
