@@ -258,8 +258,9 @@ def test_a_folder_and_the_run_made_from_it_begin_texts_alike(script, with_bos, t
         return capsys.readouterr().out.split()
 
     def continued(prompt):
-        new = generate(config, params, [prompt], max_new_tokens=8, eos_id=63)[0]
-        return ["w1", "w2", "w3", *(f"w{i}" for i in new if i != 63)]
+        ends = [63, *np.atleast_1d(IDS["generation_config.json"]["eos_token_id"]).tolist()]
+        new = generate(config, params, [prompt], max_new_tokens=8, eos_id=ends)[0]
+        return ["w1", "w2", "w3", *(f"w{i}" for i in new if i not in ends)]
 
     assert continued([62, 1, 2, 3]) != continued([1, 2, 3])
     for folder in (with_bos, run, tmp_path / "back"):
