@@ -10,8 +10,8 @@ gradients    their sum over data and fsdp. XLA for GPUs makes a reduce-scatter o
 activations  all-reduces over tensor: after the embedding, after each layer's attention and
              feed-forward part, of the gradients of their inputs, and of the head's. XLA for GPUs
              adds the gradients of several products of one input before it sends them.
-statistics   counts of neurons, l1 (a scalar on GPUs) and the normaliser of the loss. Scalars are
-             left out.
+statistics   counts of neurons, l1 (a scalar of the dense engine on GPUs) and the normaliser of the
+             loss. Scalars are left out.
 
 The bytes agree to the last one with what jax 0.10.2 and 0.11.2 compile for eight host devices and,
 without running it, for eight H200; the tests compare both. Microbatches repeat weights, gradients
@@ -103,7 +103,7 @@ def traffic(
     parts = [
         _parameters(config, sizes, remat, on),
         _activations(config, tokens, sparse, remat, on),
-        _statistics(config, tokens, sizes, on),
+        _statistics(config, tokens, sizes, sparse, on),
     ]
     terms = []
     for term in itertools.chain(*parts):
@@ -175,7 +175,9 @@ def _activations(config: ModelConfig, tokens: int, sparse: bool, remat: str, on:
     return terms
 
 
-def _statistics(config: ModelConfig, tokens: int, sizes: dict[str, int], on: str) -> list[Term]:
+def _statistics(
+    config: ModelConfig, tokens: int, sizes: dict[str, int], sparse: bool, on: str
+) -> list[Term]:
     def per_token(count: int) -> Term:
         return Term("statistics", "all-reduce", ("tensor",), 4 * tokens, count)
 
@@ -183,8 +185,8 @@ def _statistics(config: ModelConfig, tokens: int, sizes: dict[str, int], on: str
     terms = [per_token(4)]
     for layer in config.layers:
         if layer.ffn is not None:
-            # nnz, and l1, which XLA for GPUs adds up before it sends it.
-            terms.append(per_token(2 if on == "host" else 1))
+            # nnz, and l1, which XLA for GPUs adds up before it sends it where it can.
+            terms.append(per_token(2 if on == "host" or sparse else 1))
             if layer.ffn.activation == "relu":
                 neurons = layer.ffn.d_ff
                 share = 4 * neurons / sizes["tensor"]

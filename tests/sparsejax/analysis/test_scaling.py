@@ -1,8 +1,9 @@
 """The model of scaling against compiled programs, byte for byte, and against sums by hand.
 
-`hlo/gpu_*.hlo` are the collectives (and the loops around them) of `make_train_step` as jax 0.10.2
-compiles it for eight H200, without one, on `GPU` with 32 x 256 tokens: its CUDA plugin, given a
-description of the card in `jax.experimental.topologies.get_topology_desc`.
+`hlo/gpu_*.hlo` are the collectives (and the loops around them) of `make_train_step` of the model
+`GPU` with 32 x 256 tokens, as jax 0.10.2 (or 0.11.2, where the name says so) compiles it for eight
+H200 without having one: its CUDA plugin, given a description of the card in
+`jax.experimental.topologies.get_topology_desc`.
 """
 
 import types
@@ -84,13 +85,13 @@ def test_bytes_of_the_step_for_gpus(path):
     _, sizes, *rest = path.stem.split("_")
     split = tuple(int(n) for n in sizes.split("x"))
     accumulate = 2 if "accumulate" in rest else 1
-    remat = "full" if "full" in rest else "none"
+    settings = {"remat": "full" if "full" in rest else "none", "sparse": "sparse" in rest}
     mesh = types.SimpleNamespace(axis_names=AXES, shape=dict(zip(AXES, split, strict=True)))
     got, want = Counter(), Counter()
     for found in collectives(path.read_text()):
         # What is left out: scalars, alone or laid together with other arrays.
         got[found.kind, found.axes(mesh)] += found.size * found.runs
-    for term in traffic(GPU, split, 32, 256, remat=remat, accumulate=accumulate):
+    for term in traffic(GPU, split, 32, 256, accumulate=accumulate, **settings):
         want[term.kind, term.axes] += term.bytes
     assert sum(want.values()) > 2e7
     for key in {*got, *want}:

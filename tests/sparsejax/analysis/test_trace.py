@@ -61,7 +61,9 @@ def test_a_run_on_host_devices(tmp_path):
     times = device_times(read_trace(tmp_path), names)
     assert sorted(times) == [f"CPU:{i}" for i in range(4)]
     for time in times.values():
-        assert 0 < time.exposed == time.collectives < time.span  # one thing at a time on a CPU
+        assert 0 < time.collectives < time.span
+        # Some operations run in pieces beside a collective that waits.
+        assert time.collectives - time.compute <= time.exposed <= time.collectives * (1 + 1e-9)
         assert time.span == pytest.approx(time.collectives + time.compute + time.idle)
     with pytest.raises(FileNotFoundError, match="holds no"):
         read_trace(tmp_path / "nothing")
