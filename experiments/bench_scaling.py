@@ -236,11 +236,12 @@ def main(args: list[str] | None = None) -> None:
     else:
         rows = bench(flags)
         for row in rows:
+            share, bare = row["collective_share"], row["collective_exposed_share"]
+            told = row["trace_reason"] or f"collectives {share:.3f} (exposed {bare:.3f})"
             print(
                 f"{row['split']!s:12} {row['variant']:12} {row['ms']:9.2f} ms  "
                 f"{row['tokens_per_s']:11,.0f} tokens/s  efficiency {row['efficiency']:.3f}  "
-                f"{row['compiled_bytes']['peak'] / 1e9:.2f} GB  collectives "
-                f"{row['collective_share']:.3f} (exposed {row['collective_exposed_share']:.3f})"
+                f"{row['compiled_bytes']['peak'] / 1e9:.2f} GB  {told}"
             )
         scaling_plots.plot_scaling(rows, figure)
     if flags.out:

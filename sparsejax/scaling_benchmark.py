@@ -259,7 +259,7 @@ def _rotated(items: Sequence[Any], by: int) -> list[Any]:
     return [*items[shift:], *items[:shift]]
 
 
-def collective_time(case: Case, variant: str, names: Collection[str]) -> dict[str, float]:
+def collective_time(case: Case, variant: str, names: Collection[str]) -> dict[str, Any]:
     """Shares of time in collectives of two updates under the profiler, means over devices.
 
     Args:
@@ -269,7 +269,8 @@ def collective_time(case: Case, variant: str, names: Collection[str]) -> dict[st
 
     Returns:
       collective_share, the part of it with nothing else running as collective_exposed_share, and
-      idle_share.
+      idle_share; where the profiler saw no device (its library may be absent) None, and why as
+      trace_reason.
     """
     with tempfile.TemporaryDirectory() as folder:
         case.start()
@@ -277,10 +278,14 @@ def collective_time(case: Case, variant: str, names: Collection[str]) -> dict[st
         with jax.profiler.trace(folder):
             jax.block_until_ready([case.call(variant, i) for i in range(2)])
         case.stop()
-        times = trace.device_times(trace.read_trace(Path(folder)), names)
-    shares = {
-        f"collective_{name}share": [getattr(t, field) / t.span for t in times.values()]
-        for name, field in (("", "collectives"), ("exposed_", "exposed"))
+        try:
+            times = trace.device_times(trace.read_trace(Path(folder)), names).values()
+        except (ValueError, FileNotFoundError) as error:  # the step times are worth keeping
+            shares = ("collective_share", "collective_exposed_share", "idle_share")
+            return dict.fromkeys(shares, None) | {"trace_reason": str(error)}
+    return {
+        "collective_share": statistics.mean(t.collectives / t.span for t in times),
+        "collective_exposed_share": statistics.mean(t.exposed / t.span for t in times),
+        "idle_share": statistics.mean(t.idle / t.span for t in times),
+        "trace_reason": None,
     }
-    idle = statistics.mean(t.idle / t.span for t in times.values())
-    return {k: statistics.mean(v) for k, v in shares.items()} | {"idle_share": idle}

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sparsejax.analysis.plots import _done, _figure
 from sparsejax.sharding import AXES
 
@@ -39,7 +41,8 @@ def plot_scaling(rows: Sequence[Mapping[str, Any]], path: str | Path | None = No
         label = f"{variant}, {kind or 'one device'}"
         efficiency.plot(counts, [row["efficiency"] for row in members], label=label, **look)
         if kind:
-            share.plot(counts, [row["collective_share"] for row in members], **look)
+            shares = [np.nan if (s := row["collective_share"]) is None else s for row in members]
+            share.plot(counts, shares, **look)
     efficiency.set_ylabel("tokens/s over devices x tokens/s of one")
     share.set_ylabel("share of time in collectives")
     for axes in (efficiency, share):
