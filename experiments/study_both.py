@@ -8,7 +8,7 @@ experiments/study_fusion.py, if it is under --runs). The second gets the sparse 
 attentions that matter least, is distilled, gets the feed-forward layers between them fused, is
 distilled again, and loses its dead neurons. All are timed in turns in one process. Results are
 study_both.csv and .png under --results; the stages lie under --runs, and done ones are skipped. On
-one H200 it should take about eleven minutes, of which five train the two models.
+one H200 it should take about nine minutes, of which five train the two models.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sparsejax.studies.timing import Model, add_times
 from sparsejax.training.launch import run_script
 from sparsejax.types import Params
 
-DEFAULT = Setting(layers=24, d_model=512, steps=1000)
+DEFAULT = Setting(layers=24, d_model=512, steps=800)
 SMOKE = Setting(layers=3, d_model=32, batch_size=8, seq_len=32, steps=2, evaluations=1)
 
 

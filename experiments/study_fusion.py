@@ -8,7 +8,7 @@ healed by distillation; its feed-forward layers are fused, removed and reordered
 model with the most fused of them is distilled again. Folders under --runs hold the stages: done
 ones are skipped, so the same command goes on. Held-out losses go to study_fusion.csv, the
 dependency matrices to study_fusion_dependency*.csv and .png, all of it under --results. On one H200
-it should take about nine minutes, of which the first three train the parent.
+it should take about eight minutes, of which the first three train the parent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sparsejax.studies.sweep import RunSpec, Setting, compile_cache, train_run
 from sparsejax.studies.timing import Model, add_times
 from sparsejax.training.launch import run_script
 
-DEFAULT = Setting(layers=24, d_model=512, steps=1000)
+DEFAULT = Setting(layers=24, d_model=512, steps=800)
 TIMED = ("parent", "base", "fuse", "remove")
 SMOKE = Setting(layers=3, d_model=32, batch_size=8, seq_len=32, steps=2, evaluations=1)
 

@@ -29,7 +29,7 @@ class Recovery:
       recover_l1: coefficient of the sparsity term beside the divergence.
     """
 
-    recover_steps: int = 200
+    recover_steps: int = 150
     recover_rate: float = 3e-4
     recover_l1: float = 0.0
 

@@ -151,7 +151,7 @@ def train_run(setting: Setting, spec: RunSpec) -> Path:
         implementation=setting.implementation,
         log_every=max(steps // 60, 1),
         eval_every=max(steps // (setting.evaluations * spec.length), 1),
-        checkpoint_every=steps,
+        checkpoint_every=setting.steps,
         keep=1,
     )
     frozen = spec.variant != "silu" and not spec.warmup

@@ -163,9 +163,11 @@ def _prefill(program: Any, params: Params, prompts: jax.Array, calls: int) -> No
 
 def _decode(program: Any, params: Params, held: list[Any], fed: jax.Array, calls: int) -> None:
     """`calls` calls, each behind the prompt again; `held` keeps the cache, which is donated."""
+    made = []
     for _ in range(calls):
-        _, held[0], *_ = program(params, held[0], fed)
-    jax.block_until_ready(held[0])
+        ids, held[0], *_ = program(params, held[0], fed)
+        made.append(ids)
+    jax.block_until_ready(made)  # the cache may be ready before, or hold nothing
 
 
 def add_times(rows: list[dict[str, Any]], models: Mapping[str, Model], **setting: Any) -> None:

@@ -9,6 +9,8 @@ from sparsejax.studies.records import Records
 
 
 def test_records_tables_and_one_program_for_all_coefficients(run_study, capsys):
+    run_study("sparsity", "--only", "silu", "relu-0", "--time-limit", "0")
+    assert "time is up; 2 runs are left" in capsys.readouterr().out
     results = run_study("sparsity", "--only", "silu", "relu-0")
     assert "0 of 2 runs have a record" in capsys.readouterr().out
     before = programs(results)
