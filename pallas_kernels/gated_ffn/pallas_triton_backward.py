@@ -234,19 +234,20 @@ def backward(saved: Residuals, dy: Array, dl1: Array, config: FFNConfig):
     fits = (lists.way > DENSE) & (count < 0.999 * capacity) & (long_rows <= tokens // 4)
     # 1 lists alone, 2 with the hot layer, 3 with both it and long rows.
     way = jnp.where(long_rows > 0, 3, jnp.where(lists.way == HOT, 2, 1)) * fits.astype(jnp.int32)
+    apart = config.choice != "sparse"  # hot neurons may be apart
+    if not apart:
+        way = jnp.where(long_rows > 0, 2, 1) * fits.astype(jnp.int32)
     # Residuals that a way does not read must not keep its operands alive: drop them per way.
     lean = saved._replace(pre=None, up_out=None)
     # Without hot neurons apart, their list is all padding for the third way.
     kept_out = jnp.where(lists.way == HOT, lists.hot, features)
     third = lean._replace(lists=lists._replace(hot=kept_out))
-    return lax.switch(
-        way,
-        [
-            lambda dy, dl1: _dense(saved, dy, dl1),
-            lambda dy, dl1: _sparse(lean, dy, dl1, config, capacity),
-            lambda dy, dl1: _sparse(lean, dy, dl1, config, capacity, hot=True),
-            lambda dy, dl1: _sparse(third, dy, dl1, config, capacity, hot=True, tail=True),
-        ],
-        dy,
-        dl1,
-    )
+
+    def sparse(saved: Residuals, **options: bool):
+        return lambda dy, dl1: _sparse(saved, dy, dl1, config, capacity, **options)
+
+    ways = [lambda dy, dl1: _dense(saved, dy, dl1), sparse(lean)]
+    if apart:
+        ways.append(sparse(lean, hot=True))
+    ways.append(sparse(third, hot=apart, tail=True))
+    return lax.switch(way, ways, dy, dl1)

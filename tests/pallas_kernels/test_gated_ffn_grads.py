@@ -163,13 +163,15 @@ def test_vmap_over_experts_remat_and_accumulation():
     weights = cotangents(stacked)
 
     def total(inputs, implementation):
-        def micro(part):  # one half of the tokens of every expert, recomputed in its backward pass
+        def micro(total, part):  # half of every expert's tokens, recomputed in its backward pass
             each = jax.checkpoint(lambda i, w: loss(i, w, implementation, True, config))
-            half = slice(6 * part, 6 * part + 6)
-            cut = inputs | {"x": inputs["x"][:, half]}
-            return jnp.sum(jax.vmap(each)(cut, tuple(w[:, half] for w in weights))[0])
+            x, *weights = part
+            return total + jnp.sum(jax.vmap(each)(inputs | {"x": x}, tuple(weights))[0]), None
 
-        return micro(0) + micro(1)
+        halves = [
+            jnp.moveaxis(a.reshape(2, 2, 6, *a.shape[2:]), 1, 0) for a in (inputs["x"], *weights)
+        ]
+        return jax.lax.scan(micro, jnp.float32(0), tuple(halves))[0]
 
     with pallas_kernels.interpret():
         got = jax.jit(jax.grad(functools.partial(total, implementation="triton")))(stacked)
