@@ -28,7 +28,7 @@ from sparsejax.distill.layer_map import layer_map_of
 from sparsejax.modules import Options
 from sparsejax.studies import plots
 from sparsejax.studies.fusing import best_window
-from sparsejax.studies.quality import held_out, windows
+from sparsejax.studies.quality import held_out, num_tokens, windows
 from sparsejax.studies.records import about, write_csv
 from sparsejax.studies.stages import Recovery, distilled, model_of
 from sparsejax.studies.sweep import RunSpec, Setting, compile_cache, train_run
@@ -95,6 +95,7 @@ class Study:
         )
         # On a CPU there is no sparse engine to ask for.
         self.sparse = Options(implementation="triton" if jax.default_backend() == "gpu" else "xla")
+        self.about = about() | {"held_out_tokens": num_tokens(self.held)} | setting.told()
         self.rows: list[dict[str, Any]] = []
         self.models: dict[str, Model] = {}
 
@@ -143,7 +144,7 @@ class Study:
         nnz = float(sum(config.layers[i].ffn.d_ff for i in dense))  # pyright: ignore[reportOptionalMemberAccess]
         if config.sparse_layers:
             nnz += sum(s.mean for s in activation_stats(config, params, self.held).layers)
-        self.rows.append(row | {"nnz": nnz} | about())
+        self.rows.append(row | {"nnz": nnz} | self.about)
         self.models[step] = Model(config, params, options)
         print(f"{step:24} held-out {row['ce']:.4f} nats, {nnz:.1f} active neurons", flush=True)
 

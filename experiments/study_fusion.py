@@ -31,7 +31,7 @@ from sparsejax.analysis.plots import plot_dependency
 from sparsejax.data import open_source
 from sparsejax.studies import plots
 from sparsejax.studies.fusing import Change, best_window, changes
-from sparsejax.studies.quality import held_out, windows
+from sparsejax.studies.quality import held_out, num_tokens, windows
 from sparsejax.studies.records import about, write_csv
 from sparsejax.studies.stages import Recovery, distilled, model_of
 from sparsejax.studies.sweep import RunSpec, Setting, compile_cache, train_run
@@ -92,7 +92,7 @@ class Study:
 
     def __init__(self, args: Args):
         setting = args.setting
-        self.args, self.about = args, about()
+        self.args = args
         rows = min(setting.batch_size, 32)
         self.text = windows(
             open_source(setting.data), setting.seq_len, rows, batches=args.analysis_batches
@@ -100,6 +100,7 @@ class Study:
         self.held = windows(
             open_source(setting.data, "val"), setting.seq_len, rows, batches=args.held_out_batches
         )
+        self.about = about() | {"held_out_tokens": num_tokens(self.held)} | setting.told()
         self.rows: list[dict[str, Any]] = []
         self.windows: list[dict[str, Any]] = []
         self.timed: dict[str, Model] = {}
@@ -143,9 +144,8 @@ class Study:
             )
             self.add("base, distilled", "recovered", *model_of(control))
         untrained = [row for row in self.rows if row["family"] in TIMED]
-        length = args.setting.seq_len // 2
-        steps = min(32, length)
-        add_times(untrained, self.timed, reps=args.reps, seq_len=length, steps=steps)
+        shape = {"seq_len": args.setting.seq_len // 2, "steps": min(32, args.setting.seq_len // 2)}
+        add_times(untrained, self.timed, reps=args.reps, **shape)
 
     def add(
         self, name: str, family: str, config: Any, params: Any, timed: bool = False, **more: Any

@@ -54,6 +54,11 @@ def windows(
     ]
 
 
+def num_tokens(batches: Windows) -> int:
+    """Tokens that `held_out` scores."""
+    return sum(int(np.sum(batch["loss_mask"])) for batch in batches)
+
+
 def held_out(config: ModelConfig, params: Params, batches: Sequence[dict[str, Any]]) -> float:
     """Mean cross-entropy, nats per unmasked token, over `windows`."""
     walk = Walk(config, params)

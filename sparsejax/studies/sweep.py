@@ -67,6 +67,10 @@ class Setting:
         own = {k: v for k, v in dataclasses.asdict(self).items() if k not in left_out}
         return {"corpus": corpus} | own
 
+    def told(self) -> dict[str, Any]:
+        """`key`, under names that a row's own do not collide with."""
+        return {f"parent_{k}": v for k, v in self.key().items()}
+
     def model(self, variant: Variant) -> ModelConfig:
         """The 125m preset's pattern at this depth and width, on the corpus' vocabulary."""
         heads, d_ff = self.d_model // 64, max(round(self.d_model / 48), 1) * 128

@@ -29,6 +29,7 @@ def test_all_ways_and_what_they_are_compared_with(run_study):
         "fuse 2": ("2", "1"),
         "fuse all": ("1", "2"),
     }
+    assert {r["held_out_tokens"] for r in rows} == {str(2 * 8 * 32)}
     timed = {r["name"] for r in rows if r["decode_ms"]}
     assert timed == {"parent", "base", "fuse 2", "fuse all", "remove 1", "remove 2"}
     # Windows begin with the parent itself.
