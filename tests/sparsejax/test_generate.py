@@ -202,22 +202,15 @@ def test_eos_ends_a_row_and_is_its_last_id():
     assert last[0] == ENDED
     # Several ids end a row, each its own.
     second = next(row[3] for row in cut if len(row) == NEW)
-    both = [
-        row[: min((row.index(i) + 1 for i in (eos, second) if i in row), default=NEW)]
-        for row in free
-    ]
-    assert generate(GROUPED, params, prompts, max_new_tokens=NEW, eos_id=[eos, second]) == both
-    assert both != cut
+    ends = [min((r.index(i) + 1 for i in (eos, second) if i in r), default=NEW) for r in free]
+    both = [row[:end] for row, end in zip(free, ends, strict=True)]
+    assert (
+        generate(GROUPED, params, prompts, max_new_tokens=NEW, eos_id=[eos, second]) == both != cut
+    )
     # When all rows have ended, the stream ends too.
-    for steps_per_call in (1, 4):
-        steps = stream(
-            GROUPED,
-            params,
-            prompts[:1] * 3,
-            max_new_tokens=NEW,
-            eos_id=eos,
-            steps_per_call=steps_per_call,
-        )
+    same = {"max_new_tokens": NEW, "eos_id": eos}
+    for many in (1, 4):
+        steps = stream(GROUPED, params, prompts[:1] * 3, **same, steps_per_call=many)
         assert [ids.tolist() for ids in steps] == [[i] * 3 for i in cut[0]]
 
 
