@@ -65,7 +65,7 @@ def decode_seconds(config: ModelConfig, batch: int, flags: Flags) -> float:
     """Median seconds of one decode step."""
     params = jax.jit(sparsejax.init_params, static_argnums=0)(config, jax.random.key(0))
     decoder = Decoder(config)
-    chooser = Chooser(make_sampling(config.vocab_size), None, np.int32(-1))
+    chooser = Chooser(make_sampling(config.vocab_size), None, np.array([-1], np.int32))
     times = []
     for _ in range(flags.calls + 1):
         position = jnp.full((batch,), flags.context - flags.steps, jnp.int32)

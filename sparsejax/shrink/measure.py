@@ -84,7 +84,7 @@ def decode_time(
     decoder = Decoder(config, options, mesh)
     params = decoder.cast(params)
     sampling = make_sampling(config.vocab_size, temperature=0.0)
-    chooser = Chooser(sampling, None, np.int32(-1))
+    chooser = Chooser(sampling, None, np.array([-1], np.int32))
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (batch, prompt), np.int32)
     lengths, ended = np.full(batch, prompt, np.int32), np.zeros(batch, bool)
     slots = prompt + steps * (calls + 1) + 1

@@ -26,7 +26,11 @@ def script():
 
 # The program that fills decode's cache is prefill's.
 @pytest.mark.parametrize(
-    ("mode", "tokens", "bounds"), [("train", 64, (7.9, 8.1)), ("decode", 6, (1, 40))]
+    ("mode", "tokens", "bounds"),
+    [
+        pytest.param("train", 64, (7.9, 8.1), marks=pytest.mark.slow),
+        ("decode", 6, (1, 40)),
+    ],
 )
 def test_three_variants_side_by_side(script, tmp_path, mode, tokens, bounds):
     out = tmp_path / "rows.jsonl"

@@ -26,6 +26,7 @@ def script():
     del sys.modules["bench_scaling"]
 
 
+@pytest.mark.slow
 def test_splits_and_variants_side_by_side(script, tmp_path, monkeypatch):
     # The sparse engine would be interpreted; its step on a mesh has tests of its own.
     monkeypatch.setitem(script.SMOKE, "variants", ("dense_silu", "dense_relu"))

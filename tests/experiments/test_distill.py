@@ -45,6 +45,7 @@ def folders(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_distilling_prints_what_came_of_it(folders, tmp_path):
     models = ("--teacher", str(folders / "teacher"), "--student", str(folders / "student"))
     flags = ("--workdir", str(tmp_path / "run"), "--steps", "2", "--log-every", "1")

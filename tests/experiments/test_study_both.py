@@ -5,6 +5,7 @@ import csv
 import pytest
 
 
+@pytest.mark.slow
 def test_the_steps_and_what_they_change(run_study):
     results = run_study("both")
     with (results / "study_both.csv").open() as file:

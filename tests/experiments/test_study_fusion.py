@@ -5,6 +5,7 @@ import csv
 import pytest
 
 
+@pytest.mark.slow
 def test_all_ways_and_what_they_are_compared_with(run_study):
     results = run_study("fusion")
     rows = read(results / "study_fusion.csv")

@@ -8,6 +8,7 @@ from sparsejax.calibrate import MEASURED
 from sparsejax.studies.records import Records
 
 
+@pytest.mark.slow
 def test_the_gain_is_over_the_fastest_dense_form(run_study, capsys):
     results = run_study("size")
     (record,) = Records(results / "study_size.jsonl").all()

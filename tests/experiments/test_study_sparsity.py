@@ -8,6 +8,7 @@ import pytest
 from sparsejax.studies.records import Records
 
 
+@pytest.mark.slow
 def test_records_tables_and_one_program_for_all_coefficients(run_study, capsys):
     run_study("sparsity", "--only", "silu", "relu-0", "--time-limit", "0")
     assert "time is up; 2 runs are left" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import pytest
 from sparsejax.studies.records import Records
 
 
+@pytest.mark.slow
 def test_every_case_has_its_variants_and_is_measured_once(run_study):
     results = run_study("speed")
     records = Records(results / "study_speed.jsonl").all()

@@ -153,6 +153,7 @@ def test_not_gated_bfloat16_leading_dimensions():
     assert check(inputs, gated=False)[0] == 1
 
 
+@pytest.mark.slow
 def test_vmap_over_experts_remat_and_accumulation():
     config = FFNConfig(
         decode_tokens=0, choice="sparse", list_width=32, list_chunk=32, tail_up=TILE, tail_down=TILE

@@ -243,7 +243,7 @@ def prefill_arguments(config, *, rows, slots, cache_dtype=None):
         np.ones((rows, 16), np.int32),
         np.full(rows, 9, np.int32),
         np.zeros(rows, bool),
-        decoding.Chooser(make_sampling(config.vocab_size), None, np.int32(-1)),
+        decoding.Chooser(make_sampling(config.vocab_size), None, np.array([-1], np.int32)),
     )
 
 

@@ -15,7 +15,7 @@ from sparsejax.training.optimizer import OptimizerConfig
 from sparsejax.training.stages import StageStoppedError
 from sparsejax.training.workdir import WorkdirInUseError, WorkdirLock
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = [pytest.mark.usefixtures("one_device"), pytest.mark.slow]
 
 
 def config(source, out, **changes) -> ShrinkConfig:
