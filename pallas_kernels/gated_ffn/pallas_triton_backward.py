@@ -238,7 +238,9 @@ def backward(saved: Residuals, dy: Array, dl1: Array, config: FFNConfig):
     if not apart:
         way = jnp.where(long_rows > 0, 2, 1) * fits.astype(jnp.int32)
     # Residuals that a way does not read must not keep its operands alive: drop them per way.
-    lean = saved._replace(pre=None, up_out=None)
+    # Under vmap every way runs, also on lists that were not made or do not fit: -1, so unread.
+    lists = lists._replace(limit=jnp.where(fits, lists.limit, -1))
+    lean = saved._replace(lists=lists, pre=None, up_out=None)
     # Without hot neurons apart, their list is all padding for the third way.
     kept_out = jnp.where(lists.way == HOT, lists.hot, features)
     third = lean._replace(lists=lists._replace(hot=kept_out))
