@@ -63,7 +63,7 @@ def shallower(config: ModelConfig) -> ModelConfig:
 
 def decode_seconds(config: ModelConfig, batch: int, flags: Flags) -> float:
     """Median seconds of one decode step."""
-    params = jax.jit(sparsejax.init_params, static_argnums=0)(config, jax.random.key(0))
+    params = sparsejax.init_params(config, jax.random.key(0))
     decoder = Decoder(config)
     chooser = Chooser(make_sampling(config.vocab_size), None, np.array([-1], np.int32))
     times = []

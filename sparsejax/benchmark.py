@@ -172,8 +172,8 @@ class Inference(Case):
     def __init__(self, model: ModelConfig, nnz: Sequence[float], shape: Shape):
         super().__init__(model, nnz, shape)
         with jax.set_mesh(self.mesh):
-            make = jax.jit(lambda key: compute_params(self.model, init_params(self.model, key)))
-            self.params = self.calibrated(make(jax.random.key(shape.seed)))
+            params = init_params(self.model, jax.random.key(shape.seed))
+            self.params = self.calibrated(compute_params(self.model, params))
 
     def lower_prefill(self, name: str, slots: int) -> Any:
         """`prefill_program` of a variant."""

@@ -5,13 +5,15 @@ Everything here works on arrays and on `jax.ShapeDtypeStruct` leaves alike.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsejax.config import ModelConfig
 from sparsejax.types import Params
@@ -61,41 +63,66 @@ def param_shapes(config: ModelConfig) -> Params:
     return tree
 
 
-def init_params(config: ModelConfig, key: jax.Array) -> Params:
+def init_params(config: ModelConfig, key: jax.Array, shardings: Params | None = None) -> Params:
     """Random parameters: matrices N(0, init_std^2), norms one, biases zero.
 
     Projections into the residual stream (o, down) are divided by sqrt(2 * number of layers). Each
     leaf draws from its own key, folded from its path, so no leaf's values depend on other leaves.
+    Leaves of one kind and shape are made by one compiled program, however many layers there are:
+    outside of `jit` this is much faster to compile than one program of all leaves.
 
     Args:
       config: the model.
       key: a JAX PRNG key.
+      shardings: where each leaf goes, a tree of `jax.sharding.Sharding`s; each device makes its
+        own share, and the values do not depend on the layout. None: the default device.
 
     Returns:
       The parameter tree, in `config.param_dtype`.
     """
+    shapes = param_shapes(config)
+    if shardings is None:
+        shardings = jax.tree.map(lambda _: None, shapes)
 
-    def init(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def init(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
         name = path_string(path)
-        leaf_key = jax.random.fold_in(key, _stable_hash(name))
-        return leaf_initializer(config, name)(leaf_key, leaf.shape, leaf.dtype)
+        program = _leaf_program(*_distribution(config, name), leaf.shape, leaf.dtype, sharding)
+        return program(key, np.uint32(_stable_hash(name)))
 
-    return jax.tree_util.tree_map_with_path(init, param_shapes(config))
+    return jax.tree_util.tree_map_with_path(init, shapes, shardings)
 
 
 def leaf_initializer(config: ModelConfig, path: str) -> Callable[..., jax.Array]:
     """The initialiser `(key, shape, dtype) -> array` of the leaf at `path`; see `init_params`."""
+    return functools.partial(_draw, *_distribution(config, path))
+
+
+def _distribution(config: ModelConfig, path: str) -> tuple[float, float]:
+    """(mean, standard deviation) of the leaf at `path`."""
     kind = path.rsplit("/", 1)[-1]
     if kind in ("scale", "q_norm", "k_norm"):
-        return lambda key, shape, dtype: jnp.ones(shape, dtype)
+        return 1.0, 0.0
     if kind.endswith("bias"):
-        return lambda key, shape, dtype: jnp.zeros(shape, dtype)
+        return 0.0, 0.0
     residual = kind in ("o", "down")
-    std = config.init_std / (math.sqrt(2 * max(config.num_layers, 1)) if residual else 1.0)
+    return 0.0, config.init_std / (math.sqrt(2 * max(config.num_layers, 1)) if residual else 1.0)
+
+
+def _draw(mean: float, std: float, key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+    if std == 0.0:
+        return jnp.full(shape, mean, dtype)
     # Drawn in float32 so that a bfloat16 tree is the rounded float32 one.
-    return lambda key, shape, dtype: (std * jax.random.normal(key, shape, jnp.float32)).astype(
-        dtype
-    )
+    return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _leaf_program(
+    mean: float, std: float, shape: tuple[int, ...], dtype: Any, sharding: Any
+) -> Callable[[jax.Array, np.uint32], jax.Array]:
+    def make(key: jax.Array, path_hash: np.uint32) -> jax.Array:
+        return _draw(mean, std, jax.random.fold_in(key, path_hash), shape, dtype)
+
+    return jax.jit(make, out_shardings=sharding)
 
 
 def check_params(config: ModelConfig, params: Params) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from sparsejax.model import Options
 from sparsejax.params import init_params
 from sparsejax.sharding import MeshConfig, batch_sharding, check_batch, make_mesh
 from sparsejax.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
-from sparsejax.training.state import TrainState, new_state, state_template
+from sparsejax.training.state import TrainState, state_template
 from sparsejax.training.step import LossConfig, make_train_step
 
 # Adam moves every parameter by up to the learning rate: here by nothing that a float32 keeps.
@@ -77,7 +79,7 @@ def find_biases(model: ModelConfig, nnz: Sequence[float], shape: Shape) -> Biase
     """Gate biases by layer that give `nnz` active neurons on the first batch, on one device."""
     model, mesh = with_gate_bias(model), make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
     with jax.set_mesh(mesh):
-        params = jax.jit(lambda key: init_params(model, key))(jax.random.key(shape.seed))
+        params = init_params(model, jax.random.key(shape.seed))
         tokens = tokens_of(model, shape)[:, :-1]
         params = calibrate_gate_bias(model, params, tokens, nnz, seed=shape.seed)
     return {
@@ -103,16 +105,20 @@ class Case:
         self.optimizer = make_optimizer(_STILL, _STEPS)
         self.schedule = make_schedule(_STILL, _STEPS)
         template = state_template(self.model, self.optimizer, self.mesh)
-        self._init = jax.jit(self._make, out_shardings=jax.tree.map(lambda s: s.sharding, template))
+        self._shardings: TrainState = jax.tree.map(lambda leaf: leaf.sharding, template)
+        placed = self._shardings.opt_state
+        self._init_optimizer = jax.jit(self.optimizer.init, out_shardings=placed)
         self._biases, self.state, self.batches = biases, None, []
         self._last: dict[str, Any] = {}
 
-    def _make(self, biases: dict[str, jax.Array]) -> TrainState:
-        state = new_state(self.model, self.optimizer, self.shape.seed)
-        params = dict(state.params)
-        for name, bias in biases.items():
+    def _fresh_state(self) -> TrainState:
+        where = self._shardings
+        params = init_params(self.model, jax.random.key(self.shape.seed), where.params)
+        for name, bias in self._biases.items():
+            bias = jax.device_put(bias, where.params[name]["ffn"]["gate_bias"])
             params[name] = params[name] | {"ffn": params[name]["ffn"] | {"gate_bias": bias}}
-        return dataclasses.replace(state, params=params)
+        step = jax.device_put(np.zeros((), np.int32), where.step)
+        return TrainState(step, params, self._init_optimizer(params))
 
     def config(self, variant: str) -> ModelConfig:
         """The model of a variant; SiLU has no gate bias, as dense models have none."""
@@ -141,7 +147,7 @@ class Case:
     def start(self) -> None:
         """Makes state and batches."""
         with jax.set_mesh(self.mesh):
-            self.state = self._init(self._biases)
+            self.state = self._fresh_state()
         where = batch_sharding(self.mesh)
         for i in range(2):
             ids = tokens_of(self.model, self.shape, i)
@@ -192,13 +198,21 @@ def compile_cases(cases: Sequence[Case], variants: Sequence[str], interpret: boo
       By (split, variant): seconds, bytes on each device, collectives by kind and axes, the bytes
       that each device sends, and the names of its collective instructions.
     """
-    known: Known = {}
+    lowered = {}
     for case in cases:
         for variant in variants:
-            began = time.perf_counter()
             kernels = pallas_kernels.interpret() if interpret else contextlib.nullcontext()
             with kernels, jax.set_mesh(case.mesh):
-                program = case.lower(variant).compile()
+                lowered[case, variant] = case.lower(variant)
+
+    def build(program: Any) -> tuple[Any, float]:
+        began = time.perf_counter()
+        return program.compile(), time.perf_counter() - began
+
+    known: Known = {}
+    with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
+        built = zip(lowered, pool.map(build, lowered.values()), strict=True)
+        for (case, variant), (program, seconds) in built:
             case.compiled[variant] = program
             sizes = program.memory_analysis()
             names = ("argument", "output", "temp", "alias")
@@ -206,7 +220,7 @@ def compile_cases(cases: Sequence[Case], variants: Sequence[str], interpret: boo
             parts["peak"] = sum(parts.values()) - 2 * parts["alias"]
             found = collectives(program.as_text())
             known[case.split, variant] = {
-                "compile_s": time.perf_counter() - began,
+                "compile_s": seconds,
                 "compiled_bytes": parts,
                 "collectives": totals(found, case.mesh),
                 "sent_bytes": sum(c.sent for c in found),

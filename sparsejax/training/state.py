@@ -58,7 +58,8 @@ def sharded_state(
     """A fresh state, each device making its own share; the values do not depend on the mesh."""
     template = state_template(config, optimizer, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, template)
-    return jax.jit(lambda s: new_state(config, optimizer, s), out_shardings=shardings)(seed)
+    params = init_params(config, jax.random.key(seed), shardings.params)
+    return state_from_params(params, optimizer, shardings)
 
 
 def state_from_params(

@@ -23,7 +23,8 @@ def gradients(inputs, implementation, gated):
         if not gated:  # the thresholds of `ffn_inputs` sit in gate
             rest |= {"up": rest["gate"], "gate": None}
         out = gated_ffn(**rest, gate_bias=gate_bias, implementation=implementation)
-        return jnp.sum(dy * out.y) + 0.1 * jnp.sum(out.l1), (out.nnz, out.sparse)
+        total = jnp.sum(dy * out.y.astype(jnp.float32)) + 0.1 * jnp.sum(out.l1)
+        return total, (out.nnz, out.sparse)
 
     return jax.jit(jax.grad(loss, has_aux=True))(inputs)
 

@@ -3,29 +3,14 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from sparsejax.xla_flags import gpu_determinism_flags
 
 
-def test_without_a_results_file_autotuning_is_off():
+def test_autotuning_is_off():
     assert gpu_determinism_flags("") == "--xla_gpu_deterministic_ops=true"
-
-
-def test_a_first_run_writes_the_choices_and_a_later_one_reads_them(tmp_path):
-    results = tmp_path / "autotune.pb"
-    first = gpu_determinism_flags("", autotune_results=results)
-    assert first == (
-        f"--xla_gpu_exclude_nondeterministic_ops=true --xla_gpu_dump_autotune_results_to={results}"
-    )
-    results.write_bytes(b"")
-    later = gpu_determinism_flags("", autotune_results=results)
-    assert later == (
-        "--xla_gpu_exclude_nondeterministic_ops=true "
-        f"--xla_gpu_load_autotune_results_from={results}"
-    )
 
 
 def test_flags_of_the_user_come_first_and_keep_their_values():
@@ -34,9 +19,6 @@ def test_flags_of_the_user_come_first_and_keep_their_values():
     assert gpu_determinism_flags("--xla_dump_to=/d") == (
         "--xla_dump_to=/d --xla_gpu_deterministic_ops=true"
     )
-    load = "--xla_gpu_load_autotune_results_from=mine.pb"
-    merged = gpu_determinism_flags(load, autotune_results=Path("theirs.pb"))
-    assert merged == f"{load} --xla_gpu_exclude_nondeterministic_ops=true"
 
 
 def test_a_flag_whose_name_only_begins_alike_is_not_taken_for_it():
@@ -44,24 +26,18 @@ def test_a_flag_whose_name_only_begins_alike_is_not_taken_for_it():
     assert gpu_determinism_flags(user).endswith(" --xla_gpu_deterministic_ops=true")
 
 
-@pytest.mark.parametrize("results", [None, Path("autotune.pb")])
-def test_merging_twice_adds_nothing(results):
-    once = gpu_determinism_flags("--xla_dump_to=/d", autotune_results=results)
-    assert gpu_determinism_flags(once, autotune_results=results) == once
+def test_merging_twice_adds_nothing():
+    once = gpu_determinism_flags("--xla_dump_to=/d")
+    assert gpu_determinism_flags(once) == once
 
 
-def test_a_flag_file_and_a_path_with_spaces_are_refused():
+def test_a_flag_file_is_refused():
     with pytest.raises(ValueError, match="names a file of flags"):
         gpu_determinism_flags("flags.txt")
-    with pytest.raises(ValueError, match="without white space"):
-        gpu_determinism_flags("", autotune_results=Path("my runs/autotune.pb"))
 
 
-def test_jaxlib_knows_every_flag(tmp_path):
+def test_jaxlib_knows_the_flag():
     # An unknown name in XLA_FLAGS ends the process, on the CPU too.
-    flags = gpu_determinism_flags("", autotune_results=tmp_path / "autotune.pb")
-    loading = "--xla_gpu_load_autotune_results_from=" + str(tmp_path / "autotune.pb")
-    every = f"{flags} --xla_gpu_deterministic_ops=true {loading}"
     code = "import jax; print(jax.jit(lambda x: x + 1)(1))"
 
     def run(xla_flags):
@@ -70,10 +46,10 @@ def test_jaxlib_knows_every_flag(tmp_path):
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True
         )
 
-    known = run(every)
+    known = run(gpu_determinism_flags(""))
     assert known.returncode == 0, known.stderr
     assert known.stdout.strip() == "2"
-    unknown = run(every + " --xla_gpu_no_such_flag=true")
+    unknown = run("--xla_gpu_no_such_flag=true")
     assert unknown.returncode != 0
     assert "xla_gpu_no_such_flag" in unknown.stderr
 
@@ -101,19 +77,14 @@ print("digest", jax.default_backend(), digest.hexdigest())
 
 
 @pytest.mark.parametrize(
-    ("backend", "size", "starts", "keep_results"),
-    [
-        ("cpu", 64, 2, False),
-        pytest.param("gpu", 2048, 4, False, marks=pytest.mark.gpu),
-        pytest.param("gpu", 2048, 4, True, marks=pytest.mark.gpu),
-    ],
+    ("backend", "size", "starts"),
+    [("cpu", 64, 2), pytest.param("gpu", 2048, 4, marks=pytest.mark.gpu)],
 )
-def test_separate_starts_give_the_same_bits(tmp_path, backend, size, starts, keep_results):
-    results = tmp_path / "autotune.pb" if keep_results else None
+def test_separate_starts_give_the_same_bits(backend, size, starts):
     lines = set()
     for _ in range(starts):
         environment = os.environ | {
-            "XLA_FLAGS": gpu_determinism_flags("", autotune_results=results),
+            "XLA_FLAGS": gpu_determinism_flags(""),
             # The process that runs the tests holds most of the memory of a GPU.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
@@ -127,9 +98,5 @@ def test_separate_starts_give_the_same_bits(tmp_path, backend, size, starts, kee
         )
         assert run.returncode == 0, run.stderr
         lines.add(run.stdout.strip())
-        if results is not None:
-            # Without the file, the later starts would autotune again and could still agree by luck.
-            assert results.is_file()
-            assert results.stat().st_size > 0
     assert len(lines) == 1
     assert lines.pop().startswith(f"digest {backend} ")
