@@ -1,6 +1,7 @@
 """Test settings: 8 host devices, strict dtype promotion, GPU tests skipped with a reason."""
 
 import os
+from pathlib import Path
 
 # Before jax is imported anywhere: eight devices on the host stand in for eight GPUs. Programs run
 # for milliseconds here and compile for seconds: less optimisation halves the suite's time.
@@ -14,6 +15,18 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs(tmp_path_factory, worker_id) -> Path:
+    """The compiled programs of this session alone: runs that repeat, in all its workers, share
+    them. They still trace and lower; and processes of their own compile, unless a test says so."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder if worker_id == "master" else folder.parent) / "programs"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder
 
 
 def pytest_collection_modifyitems(items):
