@@ -28,7 +28,7 @@ def batch_of(seed, rows=8, length=16):
 @functools.cache
 def compiled(config, mesh, loss, implementation=None):
     """Mesh, a function making fresh states, and the step; compiled once per module."""
-    mesh = make_mesh(mesh)
+    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else make_mesh(mesh)
     optimizer, schedule = make_optimizer(OPTIMIZER, 20), make_schedule(OPTIMIZER, 20)
     step = make_train_step(config, optimizer, schedule, loss, Options(implementation), mesh)
     return mesh, lambda: sharded_state(config, optimizer, mesh, 0), step
@@ -42,7 +42,9 @@ def run(
     change_state=None,
     implementation=None,
 ):
-    """Trains on fixed batches; returns the last state and every step's metrics."""
+    """Trains on fixed batches; returns the last state and every step's metrics.
+
+    Without a mesh it takes one device: programs for eight compile several times as long."""
     mesh, new_state, step = compiled(config, mesh, loss, implementation)
     state = new_state()
     state = state if change_state is None else change_state(state)
@@ -195,25 +197,25 @@ def test_nothing_dead_changes_no_bit(micro):
 
 def test_l1_warm_up_reaches_the_loss(micro):
     loss = LossConfig(l1_coeff=0.5, l1_start=2, l1_ramp=4)
-    _, history = run(micro, 8, loss=loss)
+    _, history = run(micro, 8, None, loss)
     coefficients = [float((m["loss"] - m["ce"]) / m["l1"]) for m in history]
     np.testing.assert_allclose(coefficients, [0, 0, 0, 0.125, 0.25, 0.375, 0.5, 0.5], atol=2e-3)
 
 
 def test_more_l1_means_fewer_active_neurons(micro):
-    nnz = [run(micro, 20, loss=LossConfig(l1_coeff=c))[1][-1]["nnz"] for c in (0.0, 0.1, 1.0)]
+    nnz = [run(micro, 20, None, LossConfig(l1_coeff=c))[1][-1]["nnz"] for c in (0.0, 0.1, 1.0)]
     assert nnz[0] > 1.1 * nnz[1] > 1.2 * nnz[2]
 
 
 def test_layers_without_ffn_or_any_layer(micro):
     no_ffn = micro.replace(layers=(dataclasses.replace(micro.layers[0], ffn=None),))
-    _, history = run(no_ffn, 1)
+    _, history = run(no_ffn, 1, None)
     assert history[0]["nnz"] == 0 and history[0]["nnz_per_layer"].shape == (0,)
     assert np.isfinite(history[0]["loss"])
 
 
 def test_dtypes_of_the_state(micro):
-    state, _ = run(micro.replace(dtype="bfloat16"), 1)
+    state, _ = run(micro.replace(dtype="bfloat16"), 1, None)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
 
 
