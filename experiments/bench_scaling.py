@@ -22,6 +22,7 @@ import math
 import os
 import statistics
 import subprocess
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,19 +134,30 @@ def bench(flags: Flags) -> list[dict[str, Any]]:
         return lib.Shape(rows, flags.seq_len, flags.remat, flags.accumulate, flags.seed)
 
     splits = splits_of(flags, model)
+    began = time.perf_counter()
+
+    def done(what: str) -> None:
+        print(f"{what}: {time.perf_counter() - began:.0f} s since the start", flush=True)
+
     biases = lib.find_biases(model, [flags.nnz] * len(model.sparse_layers), shape(1))
+    done("activity set")
     cases = [lib.Case(model, biases, split, shape(math.prod(split))) for split in splits]
     interpret = flags.smoke and jax.default_backend() != "gpu"
     known = lib.compile_cases(cases, flags.variants, interpret)
+    done("compiled")
     lib.warm_up(cases, known)
+    done("first calls")
     times = lib.time_in_turns(cases, flags.variants, flags.reps, flags.calls)
+    done("timed")
+    shares = lib.collective_times(cases, known)
+    done("traced")
     medians = {key: statistics.median(values) for key, values in times.items()}
     rows = []
     for case in cases:
         devices, tokens = case.mesh.size, case.shape.rows * case.shape.seq_len
         for variant in flags.variants:
             key = (case.split, variant)
-            names = known[key].pop("names")
+            del known[key]["names"]
             one, ms = medians[(1, 1, 1), variant], medians[key]
             same_work = not flags.strong and case.split[2] == 1
             work = 1 if flags.strong else devices
@@ -156,7 +168,7 @@ def bench(flags: Flags) -> list[dict[str, Any]]:
                 | {"gain": medians[case.split, flags.variants[0]] / ms}
                 | {"outside_share": 1 - one / ms if same_work else None}
                 | {"modelled_ms": modelled(flags, case, variant, one)}
-                | lib.collective_time(case, variant, names)
+                | shares[key]
                 | known[key]
             )
     return rows

@@ -15,6 +15,7 @@ from jax import Array
 from sparsejax.attention import Cache, init_cache
 from sparsejax.calibrate import (
     calibrate_gate_bias,
+    damp_outputs,
     restore_gate_bias,
     with_gate_bias,
     without_gate_bias,
@@ -79,8 +80,8 @@ class Case:
         self.mesh = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
         self.tokens_per_call = shape.batch_size * shape.seq_len
         self.compiled: dict[str, Any] = {}
-        self._last: dict[str, tuple[Array, Array]] = {}
-        # Two batches in turn; activity is set on the first.
+        self._last: dict[str, dict[int, tuple[Array, Array]]] = {}
+        # Two batches in turn; activity is set on both.
         ids = np.random.default_rng(shape.seed).integers(
             0, model.vocab_size, (2, shape.batch_size, shape.seq_len + 1), np.int32
         )
@@ -100,8 +101,9 @@ class Case:
         return without_gate_bias(tree) if variant == "dense_silu" else tree
 
     def calibrated(self, params: Params) -> Params:
-        """`params` with the activity asked for."""
-        tokens = self.ids[0][:, :-1]
+        """`params` with the activity asked for, on the tokens of both batches."""
+        params = damp_outputs(params)
+        tokens = jnp.concatenate([ids[:, :-1] for ids in self.ids])
         return calibrate_gate_bias(
             self.model, params, tokens, self.nnz, pattern=self.shape.pattern, seed=self.shape.seed
         )
@@ -118,15 +120,16 @@ class Case:
         raise NotImplementedError
 
     def seen(self, name: str) -> tuple[list[float], list[float]]:
-        """nnz of each feed-forward layer in the last call, and which ran sparse.
+        """nnz of each feed-forward layer, and which ran sparse: means of the batches' last calls.
 
         A training step tells only how many: one number.
         """
-        nnz, sparse = jax.device_get(self._last[name])
-        return (
-            np.asarray(nnz, np.float64).tolist(),
-            np.atleast_1d(np.asarray(sparse, np.float64)).tolist(),
-        )
+        found = jax.device_get(list(self._last[name].values()))
+        nnz, sparse = (np.mean([np.atleast_1d(f[k]) for f in found], axis=0) for k in (0, 1))
+        return nnz.astype(np.float64).tolist(), sparse.astype(np.float64).tolist()
+
+    def _keep(self, name: str, i: int, nnz: Array, sparse: Array) -> None:
+        self._last.setdefault(name, {})[i % 2] = nnz, sparse
 
 
 class Train(Case):
@@ -162,7 +165,7 @@ class Train(Case):
         # The old state's buffers are donated; biases that a variant does not have stay outside.
         new, metrics = self.compiled[name](self.own(name, self.state), self.batches[i % 2])
         self.state = restore_gate_bias(new, self.state) if name == "dense_silu" else new
-        self._last[name] = metrics["nnz_per_layer"], metrics["sparse_layers"]
+        self._keep(name, i, metrics["nnz_per_layer"], metrics["sparse_layers"])
         return metrics["loss"]  # not the state: the next call is given its buffers
 
 
@@ -197,7 +200,7 @@ class Prefill(Inference):
         """See `Case`."""
         params, prompts = self.own(name, self.params), self.prompts[i % 2]
         ids, _, nnz, sparse = self.compiled[name](params, prompts)
-        self._last[name] = nnz, sparse
+        self._keep(name, i, nnz, sparse)
         return ids
 
 
@@ -237,7 +240,7 @@ class Decode(Inference):
         del i
         params = self.own(name, self.params)
         ids, self.cache, nnz, sparse = self.compiled[name](params, self.cache, self.fed)
-        self._last[name] = nnz, sparse
+        self._keep(name, 0, nnz, sparse)  # always the same tokens
         return ids
 
 

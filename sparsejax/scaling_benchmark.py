@@ -28,6 +28,7 @@ from sparsejax.analysis.collectives import collectives, totals
 from sparsejax.benchmark import silu
 from sparsejax.calibrate import (
     calibrate_gate_bias,
+    damp_outputs,
     restore_gate_bias,
     with_gate_bias,
     without_gate_bias,
@@ -76,11 +77,11 @@ def tokens_of(model: ModelConfig, shape: Shape, batch: int = 0) -> np.ndarray:
 
 
 def find_biases(model: ModelConfig, nnz: Sequence[float], shape: Shape) -> Biases:
-    """Gate biases by layer that give `nnz` active neurons on the first batch, on one device."""
+    """Gate biases by layer that give `nnz` active neurons on both batches, on one device."""
     model, mesh = with_gate_bias(model), make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
     with jax.set_mesh(mesh):
-        params = init_params(model, jax.random.key(shape.seed))
-        tokens = tokens_of(model, shape)[:, :-1]
+        params = damp_outputs(init_params(model, jax.random.key(shape.seed)))
+        tokens = np.concatenate([tokens_of(model, shape, batch)[:, :-1] for batch in (0, 1)])
         params = calibrate_gate_bias(model, params, tokens, nnz, seed=shape.seed)
     return {
         f"layer_{i}": np.asarray(params[f"layer_{i}"]["ffn"]["gate_bias"])
@@ -106,6 +107,7 @@ class Case:
         self.schedule = make_schedule(_STILL, _STEPS)
         template = state_template(self.model, self.optimizer, self.mesh)
         self._shardings: TrainState = jax.tree.map(lambda leaf: leaf.sharding, template)
+        self._damp = jax.jit(damp_outputs, donate_argnums=0, out_shardings=self._shardings.params)
         placed = self._shardings.opt_state
         self._init_optimizer = jax.jit(self.optimizer.init, out_shardings=placed)
         self._biases, self.state, self.batches = biases, None, []
@@ -114,6 +116,7 @@ class Case:
     def _fresh_state(self) -> TrainState:
         where = self._shardings
         params = init_params(self.model, jax.random.key(self.shape.seed), where.params)
+        params = self._damp(params)
         for name, bias in self._biases.items():
             bias = jax.device_put(bias, where.params[name]["ffn"]["gate_bias"])
             params[name] = params[name] | {"ffn": params[name]["ffn"] | {"gate_bias": bias}}
@@ -231,23 +234,27 @@ def compile_cases(cases: Sequence[Case], variants: Sequence[str], interpret: boo
 
 
 def warm_up(cases: Sequence[Case], known: Known) -> None:
-    """First calls, the smallest program first: where the allocator's peak rises it is its own.
+    """First calls, smaller programs first: where the allocator's peak rises it is a program's own.
 
     Adds to `known`: peak of the fullest device, loss and activity.
     """
-    by_split = {case.split: case for case in cases}
+
+    def peak_of(key: Key) -> int:
+        return known[key]["compiled_bytes"]["peak"]
+
     before = 0
-    for split, variant in sorted(known, key=lambda k: known[k]["compiled_bytes"]["peak"]):
-        case = by_split[split]
+    keys = {case: sorted((k for k in known if k[0] == case.split), key=peak_of) for case in cases}
+    for case in sorted(cases, key=lambda case: peak_of(keys[case][0])):
         case.start()
-        jax.block_until_ready(case.call(variant, 0))
-        known[split, variant] |= case.seen(variant)
+        for split, variant in keys[case]:
+            jax.block_until_ready(case.call(variant, 0))
+            known[split, variant] |= case.seen(variant)
+            stats = [device.memory_stats() or {} for device in case.mesh.devices.flat]
+            peak = max((s.get("peak_bytes_in_use", 0) for s in stats), default=0) or None
+            known[split, variant]["allocator_peak_bytes"] = peak
+            known[split, variant]["allocator_peak_is_own"] = None if peak is None else peak > before
+            before = max(before, peak or 0)
         case.stop()
-        stats = [device.memory_stats() or {} for device in case.mesh.devices.flat]
-        peak = max((s.get("peak_bytes_in_use", 0) for s in stats), default=0) or None
-        known[split, variant]["allocator_peak_bytes"] = peak
-        known[split, variant]["allocator_peak_is_own"] = None if peak is None else peak > before
-        before = max(before, peak or 0)
 
 
 def time_in_turns(
@@ -273,25 +280,34 @@ def _rotated(items: Sequence[Any], by: int) -> list[Any]:
     return [*items[shift:], *items[:shift]]
 
 
-def collective_time(case: Case, variant: str, names: Collection[str]) -> dict[str, Any]:
+def collective_times(cases: Sequence[Case], known: Known) -> dict[Key, dict[str, Any]]:
     """Shares of time in collectives of two updates under the profiler, means over devices.
 
     Args:
-      case: compiled.
-      variant: which of its programs.
-      names: the collective instructions of that program.
+      cases: compiled.
+      known: from `compile_cases`.
 
     Returns:
-      collective_share, the part of it with nothing else running as collective_exposed_share, and
-      idle_share; where the profiler saw no device (its library may be absent) None, and why as
-      trace_reason.
+      By (split, variant): collective_share, the part of it with nothing else running as
+      collective_exposed_share, and idle_share; where the profiler saw no device (its library may be
+      absent) None, and why as trace_reason.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    found = {}
+    for case in cases:
         case.start()
-        jax.block_until_ready(case.call(variant, 0))
-        with jax.profiler.trace(folder):
-            jax.block_until_ready([case.call(variant, i) for i in range(2)])
+        for key in (k for k in known if k[0] == case.split):
+            found[key] = _collective_time(case, key[1], known[key]["names"])
         case.stop()
+    return found
+
+
+def _collective_time(case: Case, variant: str, names: Collection[str]) -> dict[str, Any]:
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # calls of Python functions would slow the host
+    with tempfile.TemporaryDirectory() as folder:
+        jax.block_until_ready(case.call(variant, 0))
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready([case.call(variant, i) for i in range(2)])
         try:
             times = trace.device_times(trace.read_trace(Path(folder)), names).values()
         except (ValueError, FileNotFoundError) as error:  # the step times are worth keeping
