@@ -18,14 +18,16 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def programs(tmp_path_factory, worker_id) -> Path:
+def programs(tmp_path_factory, request) -> Path:
     """The compiled programs of this session alone: runs that repeat, in all its workers, share
-    them. They still trace and lower; and processes of their own compile, unless a test says so."""
+    them. They still trace and lower; processes that tests start compile for themselves, unless
+    the test hands them this folder."""
     folder = tmp_path_factory.getbasetemp()
-    folder = (folder if worker_id == "master" else folder.parent) / "programs"
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    folder = (folder.parent if hasattr(request.config, "workerinput") else folder) / "programs"
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
 
 

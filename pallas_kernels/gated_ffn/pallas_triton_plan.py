@@ -84,32 +84,41 @@ def _decide(
     cost = costs(width, features, training=training)
     number = nnz.astype(jnp.float32)
     live = nnz >= 0
+
+    def mean(rows):
+        return jnp.sum(jnp.where(live, rows, 0.0)) / sample
+
+    fixed = cost.row + cost.fixed / tokens
+
+    def walked_cost(share):
+        # A row that is not worth walking goes to the tail, at somewhat more than the dense price.
+        return mean(jnp.minimum(number * share * cost.entry, 1.2 * cost.dense_row)) + fixed
+
+    plain, hot = walked_cost(1.0), walked_cost(cold_share) + cost.hot_row
+    take_hot = enough_hot * (hot < 0.95 * plain).astype(jnp.int32)
+    if rule != "choose":
+        take_hot = 0 * take_hot + (1 if rule == HOT else 0)
+    walked = number * (1.0 - take_hot.astype(jnp.float32) * (1.0 - cold_share))
     # The limit, in units of a walked entry of the forward pass: a tail row costs F / 77 of them; a
     # tail that is not empty takes 0.65 us per 64 of its two depths before its size matters.
     even = max(1, features // 77)
     entry_ns = 0.88 * width / 2048
     tail_entries = 650 * (width + features) / 64 / entry_ns
-    saved = jnp.sum(jnp.where(live, jnp.maximum(number - even, 0.0), 0.0))
+    saved = mean(jnp.maximum(walked - even, 0.0)) * tokens
     low = min(even, config.list_width)
-    short = (saved * (tokens / sample) > tail_entries).astype(jnp.int32)
+    short = (saved > tail_entries).astype(jnp.int32)
     limit = short * low + (1 - short) * config.list_width
     if config.walk_limit is not None:
         limit = 0 * short + min(config.walk_limit, config.list_width)
     elif rule == "tail":
         # Listing and starting a walked row costs 0.11 of a tail row.
-        spared = jnp.sum(jnp.where(live, jnp.maximum(even - number, 0.0), 0.0))
-        all_rows = (spared < 0.11 * even * sample).astype(jnp.int32)
+        spared = mean(jnp.maximum(even - number, 0.0))
+        all_rows = (spared < 0.11 * even).astype(jnp.int32)
         limit = limit * (1 - all_rows) - all_rows
     if rule == "tail":
         return (limit >= 0).astype(jnp.int32) * SPARSE, limit
     if rule != "choose":
         return 0 * short + rule, limit
-    # A row that is not worth walking goes to the tail, at somewhat more than the dense price.
-    rows = jnp.minimum(number * cost.entry, 1.2 * cost.dense_row)
-    mean_row = jnp.sum(jnp.where(live, rows, 0.0)) / sample
-    fixed = cost.row + cost.fixed / tokens
-    plain, hot = mean_row + fixed, mean_row * cold_share + cost.hot_row + fixed
-    take_hot = enough_hot * (hot < 0.95 * plain).astype(jnp.int32)
     best = jnp.where(take_hot > 0, hot, plain)
     sparse = (best < cost.dense_row).astype(jnp.int32)
     return sparse * (SPARSE + take_hot * (HOT - SPARSE)), limit

@@ -42,8 +42,9 @@ def shared_programs(programs, monkeypatch):
 
 
 def start(*flags: str, devices: int = 1) -> subprocess.Popen:
-    # As in this process, also how little its programs are optimised.
-    flags_for_xla = re.sub("(device_count)=8", rf"\1={devices}", os.environ["XLA_FLAGS"])
+    # Programs are optimised as little as in this process; of two counts the last holds.
+    count = f"--xla_force_host_platform_device_count={devices}"
+    flags_for_xla = f"{os.environ['XLA_FLAGS']} {count}"
     env = os.environ | {"XLA_FLAGS": flags_for_xla, "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), *flags],

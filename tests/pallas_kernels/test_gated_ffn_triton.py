@@ -9,9 +9,10 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import FFNConfig, gated_ffn
-from pallas_kernels.gated_ffn import pallas_triton
+from pallas_kernels.gated_ffn import pallas_triton, pallas_triton_plan
 from pallas_kernels.testing import assert_as_exact_as_dense, assert_close, ffn_inputs
 from pallas_kernels.tuning import MatmulTile
+from sparsejax.calibrate import firing_rates
 from tests.shared_data import SHARED, needs_shared
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -99,6 +100,22 @@ def test_the_device_chooses():
     sparse = ffn_inputs(18, 48, 97, rate=0.05)
     check(sparse, CHOOSES)
     check(sparse | {"x": sparse["x"].at[:, 0].set(50.0)}, CHOOSES)
+
+
+@pytest.mark.parametrize(
+    ("nnz", "way"), [(60, pallas_triton_plan.HOT), (120, pallas_triton_plan.DENSE)]
+)
+def test_hot_neurons_are_weighed_by_what_is_left_to_walk(nnz, way):
+    # Measured at 120 by a power law: 1.95 ms with the hottest 118 apart, 1.69 dense.
+    rates = firing_rates(5632, nnz, "powerlaw")
+    fires = np.random.default_rng(0).random((4096, 5632)) < rates
+    pre = jnp.where(fires, 1.0, -1.0).astype(jnp.bfloat16)
+    settings = FFNConfig(hot_neurons=128)
+    with pallas_kernels.interpret():
+        plan = pallas_triton_plan.plan(pre, 2048, settings, training=True)
+    assert int(plan.way) == way
+    # Beside the hot ones no row is longer than a list.
+    assert int(plan.limit[0]) == settings.list_width
 
 
 @pytest.mark.parametrize("config", [MIXED, ALL_ROWS], ids=["mixed", "all_rows"])

@@ -14,7 +14,7 @@ from sparsejax import (
     surgery,
 )
 from sparsejax.convert import save_run
-from sparsejax.training import run
+from sparsejax.training import activity, loop, run
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +54,10 @@ def one_device():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "make_mesh", lambda _: make_mesh(devices=jax.devices()[:1]))
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Runs within a test draw none; those of a module's fixtures, set up before, draw theirs."""
+    monkeypatch.setattr(loop, "plot_run", lambda *_: [])
+    monkeypatch.setattr(activity, "plot_activations", lambda *_: None)

@@ -3,6 +3,7 @@
 import pytest
 
 from sparsejax import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, RopeConfig
+from sparsejax.training import activity, loop
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +28,10 @@ def micro_file(micro, tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("presets") / "micro.json"
     path.write_text(micro.to_json())
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Runs within a test draw none; those of a module's fixtures, set up before, draw theirs."""
+    monkeypatch.setattr(loop, "plot_run", lambda *_: [])
+    monkeypatch.setattr(activity, "plot_activations", lambda *_: None)

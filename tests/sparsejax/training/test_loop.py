@@ -11,7 +11,6 @@ from sparsejax import MeshConfig, presets
 from sparsejax.analysis.activations import ActivationStats
 from sparsejax.data.prepare import prepare_corpus
 from sparsejax.params import flatten
-from sparsejax.training import activity, loop
 from sparsejax.training.checkpoint import Checkpointer, CheckpointWarning
 from sparsejax.training.config import TrainConfig
 from sparsejax.training.loop import NonFiniteLossError, train
@@ -58,13 +57,6 @@ def stopped(micro_file, tmp_path_factory):
     """Stopped at step 10 of 20, not yet resumed."""
     workdir = tmp_path_factory.mktemp("stopped")
     return config(micro_file, workdir), train(config(micro_file, workdir, stop_at=10))
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """The module's two runs above draw theirs; no other test here looks at any."""
-    monkeypatch.setattr(loop, "plot_run", lambda *_: [])
-    monkeypatch.setattr(activity, "plot_activations", lambda *_: None)
 
 
 def rows_without_speed(workdir):

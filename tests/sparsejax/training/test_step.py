@@ -37,7 +37,7 @@ def compiled(config, mesh, loss, implementation=None):
 def run(
     config,
     steps,
-    mesh=MeshConfig(),
+    mesh: MeshConfig | None = MeshConfig(),
     loss=LossConfig(l1_coeff=1e-2),
     change_state=None,
     implementation=None,
