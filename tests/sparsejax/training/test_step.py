@@ -45,13 +45,13 @@ def run(
     """Trains on fixed batches; returns the last state and every step's metrics.
 
     Without a mesh it takes one device: programs for eight compile several times as long."""
-    mesh, new_state, step = compiled(config, mesh, loss, implementation)
+    devices, new_state, step = compiled(config, mesh, loss, implementation)
     state = new_state()
     state = state if change_state is None else change_state(state)
     history = []
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(devices):
         for i in range(steps):
-            batch = jax.device_put(batch_of(i), batch_sharding(mesh))
+            batch = jax.device_put(batch_of(i), batch_sharding(devices))
             state, metrics = step(state, batch)
             history.append(jax.device_get(metrics))
     return state, history
