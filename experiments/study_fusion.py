@@ -5,10 +5,11 @@
 
 A deep, narrow model is trained; the run of layers whose attentions matter least loses them and is
 healed by distillation; its feed-forward layers are fused, removed and reordered in every way; the
-model with the most fused of them is distilled again. Folders under --runs hold the stages: done
-ones are skipped, so the same command goes on. Held-out losses go to study_fusion.csv, the
-dependency matrices to study_fusion_dependency*.csv and .png, all of it under --results. On one H200
-it should take about eight minutes, of which the first three train the parent.
+models with the most fused of them, and with as many removed, are distilled again. Folders under
+--runs hold the stages: done ones are skipped, so the same command goes on. Held-out losses go to
+study_fusion.csv, the dependency matrices to study_fusion_dependency*.csv and .png, all of it under
+--results. On one H200 it should take about eight minutes, of which the first three train the
+parent.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class Study:
         removal = block_scores(config, params, self.text, [NO_FFN]).removal("ffn")
         losses = {i: float(removal[i]) for i in window}
         most: Change | None = None
+        removed: dict[int, Change] = {}
         for way in changes(config, params, window, losses, args.sizes):
             more = {"saved": way.saved, "order_of": way.beside, "groups": way.where}
             timed = way.family in TIMED
@@ -132,17 +134,21 @@ class Study:
             inside = window[-1] not in way.groups[-1]
             if way.family == "fuse" and inside and (most is None or way.saved > most.saved):
                 most = way
+            if way.family == "remove":
+                removed[way.saved] = way
         if most is not None:
-            name = most.name.replace(" ", "-") + f"-{span}"
-            again = distilled(
-                args.setting, args.recovery, parent, name, most.config, most.params, most.layer_map
-            )
-            self.add(f"{most.name}, distilled", "recovered", *model_of(again), saved=most.saved)
+            for way in (most, removed[most.saved]):
+                name = way.name.replace(" ", "-") + f"-{span}"
+                again = distilled(
+                    args.setting, args.recovery, parent, name, way.config, way.params, way.layer_map
+                )
+                family = f"{way.family}, distilled"
+                self.add(f"{way.name}, distilled", family, *model_of(again), saved=way.saved)
             # As many updates more, without fusion: what the updates alone are worth.
             control = distilled(
                 args.setting, args.recovery, parent, f"again-{span}", config, params
             )
-            self.add("base, distilled", "recovered", *model_of(control))
+            self.add("base, distilled", "base, distilled", *model_of(control))
         untrained = [row for row in self.rows if row["family"] in TIMED]
         shape = {"seq_len": args.setting.seq_len // 2, "steps": min(32, args.setting.seq_len // 2)}
         add_times(untrained, self.timed, reps=args.reps, **shape)

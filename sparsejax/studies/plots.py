@@ -151,7 +151,8 @@ def plot_fusion(rows: Sequence[Record], windows: Sequence[Record], path: Path) -
     for r in rows:
         families[r["family"]].append(r)
     marks = {"fuse": "o-", "fuse, last layer in": "^-", "fuse, own norms": "s--"}
-    marks |= {"remove": "x-", "reverse": "d:", "base": "k*", "recovered": "P"}
+    marks |= {"remove": "x-", "reverse": "d:", "base": "k*", "fuse, distilled": "P"}
+    marks |= {"remove, distilled": "X", "base, distilled": "*"}
     for family, group in families.items():
         if family in ("parent", "cut"):
             label = {"parent": "parent", "cut": "parent without these attentions"}[family]
@@ -174,7 +175,7 @@ def plot_fusion(rows: Sequence[Record], windows: Sequence[Record], path: Path) -
                 ms=5,
             )
     loss.set(xlabel="feed-forward steps saved (reverse: by the same group)")
-    loss.set(ylabel="held-out nats per token", title="quality, untrained but for 'recovered'")
+    loss.set(ylabel="held-out nats per token", title="quality, untrained but for 'distilled'")
     latency.set(xlabel="feed-forward steps saved", ylabel="ms per decode step, one row")
     latency.set(title="latency (bars: least to most)")
     for length, group in _grouped(windows, "length").items():

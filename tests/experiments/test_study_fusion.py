@@ -23,8 +23,9 @@ def test_all_ways_and_what_they_are_compared_with(run_study):
         ("reverse all", "reverse"),
         ("remove 1", "remove"),
         ("remove 2", "remove"),
-        ("fuse 2, distilled", "recovered"),
-        ("base, distilled", "recovered"),
+        ("fuse 2, distilled", "fuse, distilled"),
+        ("remove 1, distilled", "remove, distilled"),
+        ("base, distilled", "base, distilled"),
     ]
     assert {r["name"]: (r["layers"], r["saved"]) for r in rows if r["family"] == "fuse"} == {
         "fuse 2": ("2", "1"),
