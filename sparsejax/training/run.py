@@ -25,6 +25,7 @@ from sparsejax.data import (
     make_loader,
     open_source,
 )
+from sparsejax.data.token_ids import read_token_ids, write_token_ids
 from sparsejax.model import forward
 from sparsejax.sharding import check_batch, make_mesh
 from sparsejax.training.checkpoint import Checkpointer
@@ -155,9 +156,16 @@ class Run:
         return state_from_params(params, self.optimizer, shardings)
 
     def write_config(self) -> None:
-        """Writes config.json: model, settings and corpus."""
+        """Writes config.json: model, settings and corpus; and the special ids of --init-from."""
         if jax.process_index() == 0:
             self.workdir.config.write_text(json.dumps(self.describe(), indent=1))
+            if self.config.init_from is not None:
+                given = Path(self.config.init_from)
+                of_run = (given / "checkpoints").is_dir()
+                ids = read_token_ids(given / "tokenizer" if of_run else given)
+                if ids:  # none on a resume whose start is gone by now: they were written before
+                    self.workdir.tokenizer.mkdir(exist_ok=True)
+                    write_token_ids(self.workdir.tokenizer, ids)
 
     def describe(self) -> dict[str, Any]:
         """What config.json and every checkpoint say of the run; the model is under "config"."""

@@ -1,6 +1,6 @@
 """The folder of one run: where its files lie, and a lock against a second run in it.
 
-config.json  metrics.jsonl  summary.json  checkpoints/  plots/  .lock
+config.json  metrics.jsonl  summary.json  checkpoints/  plots/  tokenizer/  .lock
 """
 
 import dataclasses
@@ -39,6 +39,11 @@ class Workdir:
     def checkpoints(self) -> Path:
         """The folder for `sparsejax.training.checkpoint.Checkpointer`."""
         return self.root / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """What came along with given weights: their special ids, and maybe their tokenizer."""
+        return self.root / "tokenizer"
 
     @property
     def plots(self) -> Path:

@@ -87,11 +87,15 @@ def test_a_run_starts_there_and_a_resume_does_not_read_it_again(
 ):
     given, workdir = tmp_path / "given", tmp_path / "new"
     shutil.copytree(run_folder, given)
+    special = {"config.json": {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0}}
+    (given / "tokenizer").mkdir(exist_ok=True)
+    (given / "tokenizer" / "token_ids.json").write_text(json.dumps(special))
     run = config(given, workdir, steps=4, stop_at=2, checkpoint_every=2)
     train(run)
     saved = json.loads((workdir / "config.json").read_text())
     assert saved["train"]["init_from"] == str(given)
     assert saved["config"] == micro.to_dict()
+    assert convert.read_token_ids(workdir / "tokenizer") == special
     first = read_rows(workdir / "metrics.jsonl")[0]["ce"]
     prepared = prepare(config(given, tmp_path / "same"))
     with prepared.loader(prepared.source) as loader:
