@@ -1,6 +1,8 @@
-"""Peak matmul rates of devices, to express throughput as model FLOPs utilisation."""
+"""What devices can do (peak matmul rates, memory), and what a compiled program needs of it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 
@@ -26,3 +28,16 @@ def utilisation(flops_per_token: float, tokens_per_s: float, num_devices: int) -
     """Model FLOPs utilisation: model FLOP/s over peak FLOP/s of all devices; None if unknown."""
     peak = peak_flops()
     return None if peak is None else flops_per_token * tokens_per_s / (peak * num_devices)
+
+
+def memory_needed(compiled: Any) -> dict[str, int]:
+    """Bytes of a compiled program on one device: its parts, and as "peak" what is alive at most."""
+    sizes = compiled.memory_analysis()
+    names = ("argument", "output", "temp", "alias")
+    parts = {name: getattr(sizes, f"{name}_size_in_bytes") for name in names}
+    return parts | {"peak": sum(parts.values()) - 2 * parts["alias"]}
+
+
+def memory_limit() -> int | None:
+    """Bytes that programs may take on this process' first device; None where it does not say."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

@@ -34,6 +34,7 @@ from sparsejax.calibrate import (
     without_gate_bias,
 )
 from sparsejax.config import ModelConfig
+from sparsejax.hardware import memory_needed
 from sparsejax.model import Options
 from sparsejax.params import init_params
 from sparsejax.sharding import MeshConfig, batch_sharding, check_batch, make_mesh
@@ -217,10 +218,7 @@ def compile_cases(cases: Sequence[Case], variants: Sequence[str], interpret: boo
         built = zip(lowered, pool.map(build, lowered.values()), strict=True)
         for (case, variant), (program, seconds) in built:
             case.compiled[variant] = program
-            sizes = program.memory_analysis()
-            names = ("argument", "output", "temp", "alias")
-            parts = {name: getattr(sizes, f"{name}_size_in_bytes") for name in names}
-            parts["peak"] = sum(parts.values()) - 2 * parts["alias"]
+            parts = memory_needed(program)
             found = collectives(program.as_text())
             known[case.split, variant] = {
                 "compile_s": seconds,

@@ -21,6 +21,7 @@ from sparsejax.attention import init_cache
 from sparsejax.config import ModelConfig
 from sparsejax.decoding import compute_params
 from sparsejax.energy import PowerMeter
+from sparsejax.hardware import memory_needed
 from sparsejax.modules import Options
 from sparsejax.types import Params
 
@@ -67,7 +68,7 @@ def time_variants(
     programs = _compile_case(case, interpret)
     case.compiled = {name: executable for name, (executable, _) in programs.items()}
     print("compiled:", {name: round(s, 1) for name, (_, s) in programs.items()}, flush=True)
-    sizes = {name: memory(case.compiled[name]) for name in benchmark.VARIANTS}
+    sizes = {name: memory_needed(case.compiled[name]) for name in benchmark.VARIANTS}
     with PowerMeter() as meter:
         case.prepare()
         peaks = _warm_up(case, sizes)
@@ -206,14 +207,6 @@ def in_turns(
             runs[name]()
             times[name].append((time.perf_counter() - began) / units * 1e3)
     return {n: Times(statistics.median(ts), min(ts), max(ts)) for n, ts in times.items()}
-
-
-def memory(compiled: Any) -> dict[str, int]:
-    """Bytes of a compiled program: its parts, and what is alive at once at most."""
-    sizes = compiled.memory_analysis()
-    names = ("argument", "output", "temp", "alias")
-    parts = {name: getattr(sizes, f"{name}_size_in_bytes") for name in names}
-    return parts | {"peak": sum(parts.values()) - 2 * parts["alias"]}
 
 
 def _compile_case(case: benchmark.Case, interpret: bool) -> dict[str, tuple[Any, float]]:

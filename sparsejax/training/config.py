@@ -49,8 +49,8 @@ class TrainConfig:
       implementation: engine of the feed-forward op: "triton" (sparse, on a CUDA device), "xla"
         (dense), or None to choose.
       residuals: what the sparse engine keeps for its backward pass: "compact" (a tenth of the dense
-        engine's), or "full" (faster while a layer is still dense); None takes "compact", and "full"
-        with --remat dots or full.
+        engine's), or "full" (faster while a layer is still dense); None takes "full" where that
+        fits into the GPU's memory, or with --remat dots or full, and else "compact".
       remat: what the backward pass recomputes: "none", "dots" (all but matmuls), "full".
       mask_documents: keep attention, positions and loss inside documents.
       data_workers: processes that read ahead; 0 reads in this process.

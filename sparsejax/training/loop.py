@@ -16,13 +16,15 @@ import numpy as np
 from tqdm import tqdm
 
 from sparsejax.data import Batch, Loader
-from sparsejax.hardware import utilisation
+from sparsejax.hardware import memory_limit, utilisation
 from sparsejax.model import flops_per_token
+from sparsejax.modules import Options
 from sparsejax.params import count
 from sparsejax.training.activity import report_activity
 from sparsejax.training.checkpoint import Checkpointer, NonFiniteStateError
 from sparsejax.training.config import TrainConfig
 from sparsejax.training.evaluate import evaluate, to_device
+from sparsejax.training.fit import compile_fitting
 from sparsejax.training.interrupt import Interrupt
 from sparsejax.training.metrics import MetricsLog, Speed, headline, read_rows, to_row
 from sparsejax.training.objective import Objective
@@ -200,22 +202,28 @@ class _Trainer:
         began, run = time.perf_counter(), self.run
         name = self.config.preset or self.config.init_from
         say(f"compiling {name} for {run.mesh.size} device(s)")
-        step_fn = make_train_step(
-            run.model,
-            run.optimizer,
-            run.schedule,
-            self.config.loss,
-            self.config.options(),
-            run.mesh,
-            self.config.seed,
-            run.objective,
-        )
         placed = to_device(run.mesh, batch)
-        compiled = step_fn.lower(self.state, placed, *self.frozen).compile()
+
+        def lower(options: Options) -> Any:
+            step_fn = make_train_step(
+                run.model,
+                run.optimizer,
+                run.schedule,
+                self.config.loss,
+                options,
+                run.mesh,
+                self.config.seed,
+                run.objective,
+            )
+            return step_fn.lower(self.state, placed, *self.frozen)
+
+        limit = from_process_0(memory_limit)  # all processes have to choose alike
+        compiled, options = compile_fitting(lower, run.model, self.config.options(), limit)
         seconds = time.perf_counter() - began
         say(
             f"{count(self.state.params):,} parameters on {jax.device_count()} x "
-            f"{jax.devices()[0].device_kind}, compiled in {seconds:.1f} s; "
+            f"{jax.devices()[0].device_kind}, compiled in {seconds:.1f} s"
+            f"{f' with {options.residuals} residuals' if options.residuals else ''}; "
             f"writing to {run.workdir.root}"
         )
         sizes = compiled.memory_analysis()
