@@ -88,7 +88,7 @@ class Walk:
 
     def embed(self, batch: Batch) -> Stream:
         """The stream in front of layer 0."""
-        x = _embed(self._core, self._params["embed"], batch.tokens)
+        x = settled(_embed(self._core, self._params["embed"], batch.tokens))
         return Stream(x, x)
 
     def read(self, i: int, stream: Stream) -> Array:
@@ -114,7 +114,7 @@ class Walk:
         )
         names = ("attn", "attn_norm") if kind == "attention" else ("ffn", "ffn_norm")
         own = {name: params[name] for name in names}
-        return _part(self._core, only, own, x, batch.positions, batch.segment_ids)
+        return settled(_part(self._core, only, own, x, batch.positions, batch.segment_ids))
 
     def parts(self, i: int, read: Array, batch: Batch) -> tuple[Array | None, Array | None]:
         """What attention and the feed-forward part of layer i add to the input it reads."""
@@ -133,7 +133,7 @@ class Walk:
 
     def finish(self, stream: Stream) -> Array:
         """Hidden states (B, T, D) after the final norm."""
-        return _final_norm(self._core, self._params["final_norm"], stream.x)
+        return settled(_final_norm(self._core, self._params["final_norm"], stream.x))
 
     def forwards(self) -> float:
         """Parts applied so far over the parts of the model: cost in full forward passes."""
@@ -146,7 +146,7 @@ def add(x: Any, delta: Any) -> Any:
     """x + delta, where either may be None for nothing."""
     if x is None or delta is None:
         return delta if x is None else x
-    return _add(x, delta)
+    return settled(_add(x, delta))
 
 
 def read_batches(function: str, batches: Iterable[Any]) -> Iterator[Batch]:
@@ -205,6 +205,17 @@ def on_mesh(params: Params) -> contextlib.AbstractContextManager[Any]:
             if isinstance(mesh, Mesh) and mesh.size > 1:
                 return jax.set_mesh(mesh)
     return contextlib.nullcontext()
+
+
+def settled(x: Array) -> Array:
+    """x, on a mesh of host devices only when it is there.
+
+    Those devices share a pool of as many threads: several programs with collectives in flight can
+    hold all of them, each waiting for a device that another one blocks.
+    """
+    if jax.default_backend() == "cpu" and not isinstance(x, jax.core.Tracer):
+        return jax.block_until_ready(x) if len(x.sharding.device_set) > 1 else x
+    return x
 
 
 @functools.partial(jax.jit, static_argnums=0)

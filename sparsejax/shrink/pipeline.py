@@ -33,17 +33,16 @@ from sparsejax.distill.config import DistillConfig
 from sparsejax.shrink.config import ShrinkConfig
 from sparsejax.shrink.measure import measure
 from sparsejax.shrink.plan import make_plan, read_selection
-from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.evaluate import to_device
 from sparsejax.training.initial import (
-    folder_kind,
     initial_config,
     initial_params,
     initial_tokenizer,
+    weights_digest,
 )
 from sparsejax.training.run import Run, prepare, say
 from sparsejax.training.stages import run_stage, train_stage
-from sparsejax.training.workdir import Workdir, WorkdirLock
+from sparsejax.training.workdir import WorkdirLock
 
 # Settings that the analysis depends on; those of later stages are theirs alone.
 _TEXT = ("data", "batch_size", "seq_len", "seed", "mask_documents")
@@ -67,13 +66,13 @@ def shrink(config: ShrinkConfig) -> dict[str, Any]:
 
 def _stages(config: ShrinkConfig, run: Run, out: Path, source: Path) -> dict[str, Any]:
     about = {"model": str(source), "config": initial_config(source).to_dict()}
-    about["step"] = _newest_step(source)
+    about["weights"] = weights_digest(source)
     about |= {name: getattr(config, name) for name in _TEXT}
     with jax.set_mesh(run.mesh):
         _analyse(config, run, out / "1_analyse", about)
         scores = BlockScores.load(out / "1_analyse" / "scores.npz")
         plan = _select(config, run, out, scores)
-        _cut(config, run, out / "3_cut", plan, scores)
+        _cut(config, run, out / "3_cut", plan, scores, about["weights"])
     model = out / "3_cut" / "model"
     if config.recover:
         recovery = config.training(
@@ -152,7 +151,12 @@ def _select(config: ShrinkConfig, run: Run, out: Path, scores: BlockScores) -> d
 
 
 def _cut(
-    config: ShrinkConfig, run: Run, folder: Path, plan: dict[str, Any], scores: BlockScores
+    config: ShrinkConfig,
+    run: Run,
+    folder: Path,
+    plan: dict[str, Any],
+    scores: BlockScores,
+    weights: str,
 ) -> None:
     def work() -> dict[str, Any]:
         # An interrupted attempt may have left a part of it.
@@ -168,7 +172,8 @@ def _cut(
         save_run(folder / "model", model, params, known)
         return {"config": model.to_dict()}
 
-    run_stage(folder, {"plan": plan, "norm": config.fusing.fuse_norm}, work)
+    settings = {"weights": weights, "plan": plan, "norm": config.fusing.fuse_norm}
+    run_stage(folder, settings, work)
 
 
 def _report(
@@ -177,6 +182,7 @@ def _report(
     context = config.cost_context or run.model.context_length
     settings: dict[str, Any] = {
         "places": {name: str(path) for name, path in places.items()},
+        "weights": {name: weights_digest(path) for name, path in places.items()},
         "batches": list(config.latency_batches),
         "context": context,
         "eval_batches": config.eval_batches,
@@ -198,14 +204,6 @@ def _report(
         return report
 
     return run_stage(folder, settings, work)
-
-
-def _newest_step(source: Path) -> int | None:
-    """So that a run that is trained on is not taken for the one that was analysed."""
-    if folder_kind(source) != "run":
-        return None
-    with Checkpointer(Workdir(source).checkpoints) as checkpointer:
-        return checkpointer.latest_step()
 
 
 def _params(config: ShrinkConfig, run: Run) -> Any:

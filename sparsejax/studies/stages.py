@@ -12,6 +12,7 @@ from sparsejax.data import HFTokenizer, open_tokenizer
 from sparsejax.distill.config import DistillConfig
 from sparsejax.distill.layer_map import LayerMap
 from sparsejax.studies.sweep import Setting
+from sparsejax.training.initial import weights_digest
 from sparsejax.training.load import load_model
 from sparsejax.training.optimizer import OptimizerConfig
 from sparsejax.training.stages import run_stage, train_stage
@@ -26,12 +27,13 @@ class Recovery:
     Attributes:
       recover_steps: updates.
       recover_rate: peak learning rate.
-      recover_l1: coefficient of the sparsity term beside the divergence.
+      recover_l1: coefficient of the sparsity term beside the divergence; None for the study's own,
+        which is 0 unless it says otherwise.
     """
 
     recover_steps: int = 150
     recover_rate: float = 3e-4
-    recover_l1: float = 0.0
+    recover_l1: float | None = None
 
 
 def distilled(
@@ -68,7 +70,8 @@ def distilled(
         save_run(root / "model", config, params, known)
         return {"model": "model"}
 
-    run_stage(root, {"parent": str(parent), "config": config.to_dict()}, work)
+    weights = weights_digest(parent)
+    run_stage(root, {"parent": str(parent), "weights": weights, "config": config.to_dict()}, work)
     train = DistillConfig(
         init_from=root / "model",
         teacher=parent,
@@ -79,7 +82,9 @@ def distilled(
         batch_size=setting.batch_size,
         seq_len=setting.seq_len,
         optimizer=OptimizerConfig(learning_rate=recovery.recover_rate),
-        loss=LossConfig(l1_coeff=recovery.recover_l1),
+        loss=LossConfig(
+            l1_coeff=0.0 if recovery.recover_l1 is None else recovery.recover_l1
+        ),
         implementation=setting.implementation,
         log_every=max(recovery.recover_steps // 20, 1),
         checkpoint_every=recovery.recover_steps,

@@ -241,6 +241,11 @@ class Checkpointer:
         """
         return self._first_sound(step, lambda meta: meta).extra
 
+    def read_digests(self, step: int | None = None) -> dict[str, str]:
+        """Digests of the leaves saved with `step`, by path; as `read_extra`."""
+        leaves = self._first_sound(step, lambda meta: meta).leaves
+        return {path: leaf.digest for path, leaf in leaves.items()}
+
     # ---- restoring
 
     def restore(

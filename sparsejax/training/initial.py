@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Literal
@@ -92,6 +93,27 @@ def initial_params(path: str | os.PathLike, mesh: Mesh) -> Params:
     if folder_kind(path) == "hf":
         return load(path, mesh, "float32")[1]
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), load_model(path, mesh=mesh).params)
+
+
+def weights_digest(path: str | os.PathLike) -> str:
+    """16 hex digits that tell the folder's parameters from others; nothing is loaded.
+
+    Of a run's newest whole checkpoint, or of the bytes of a Hugging Face folder's files.
+
+    Raises:
+      FileNotFoundError: no model there.
+    """
+    found = hashlib.sha256()
+    if folder_kind(path) == "hf":
+        for file in sorted(Path(path).glob("*.safetensors")):
+            with file.open("rb") as content:
+                found.update(hashlib.file_digest(content, "sha256").digest())
+    else:
+        with Checkpointer(Workdir(Path(path)).checkpoints) as checkpointer:
+            digests = checkpointer.read_digests()
+        for name in sorted(name for name in digests if name.startswith("params/")):
+            found.update(f"{name} {digests[name]}\n".encode())
+    return found.hexdigest()[:16]
 
 
 def initial_tokenizer(path: str | os.PathLike) -> Tokenizer | None:

@@ -72,7 +72,7 @@ def train(
             if summary := from_process_0(lambda: _summary_of_a_done_run(run, int(state.step))):
                 say(f"nothing to do: the run has done {summary['step']} steps")
                 return summary
-            run.write_config()
+            run.write_config(int(state.step))
             resumed = int(state.step) if config.resume else None
             with (
                 MetricsLog(run.workdir.metrics, resumed) as log,

@@ -33,10 +33,12 @@ from sparsejax.training.config import TrainConfig
 from sparsejax.training.evaluate import process_block
 from sparsejax.training.initial import (
     check_tokenizer,
+    folder_kind,
     initial_config,
     initial_params,
     initial_tokenizer,
     saved_config,
+    weights_digest,
 )
 from sparsejax.training.objective import Objective
 from sparsejax.training.optimizer import make_optimizer, make_schedule
@@ -155,17 +157,27 @@ class Run:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.template)
         return state_from_params(params, self.optimizer, shardings)
 
-    def write_config(self) -> None:
-        """Writes config.json: model, settings and corpus; and the special ids of --init-from."""
-        if jax.process_index() == 0:
-            self.workdir.config.write_text(json.dumps(self.describe(), indent=1))
-            if self.config.init_from is not None:
-                given = Path(self.config.init_from)
-                of_run = (given / "checkpoints").is_dir()
-                ids = read_token_ids(given / "tokenizer" if of_run else given)
-                if ids:  # none on a resume whose start is gone by now: they were written before
-                    self.workdir.tokenizer.mkdir(exist_ok=True)
-                    write_token_ids(self.workdir.tokenizer, ids)
+    def write_config(self, step: int) -> None:
+        """Writes config.json: model, settings, corpus; and with --init-from what came from there.
+
+        Args:
+          step: updates done; behind the first, that folder may be gone or hold something else.
+        """
+        about, init = self.describe(), self.config.init_from
+        if init is not None and step == 0:
+            about["init_digest"] = weights_digest(init)  # by all processes together
+        if jax.process_index() != 0:
+            return
+        if "init_digest" in about:
+            given = Path(init or "")
+            ids = read_token_ids(given / "tokenizer" if folder_kind(given) == "run" else given)
+            if ids:
+                self.workdir.tokenizer.mkdir(exist_ok=True)
+                write_token_ids(self.workdir.tokenizer, ids)
+        elif self.workdir.config.exists():
+            before = json.loads(self.workdir.config.read_text())
+            about |= {name: before[name] for name in ("init_digest",) if name in before}
+        self.workdir.config.write_text(json.dumps(about, indent=1))
 
     def describe(self) -> dict[str, Any]:
         """What config.json and every checkpoint say of the run; the model is under "config"."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from sparsejax.config import config_differences
 from sparsejax.training.config import TrainConfig
+from sparsejax.training.initial import weights_digest
 from sparsejax.training.loop import train
 from sparsejax.training.objective import Objective
 from sparsejax.training.processes import from_process_0
@@ -69,13 +70,14 @@ def train_stage(
       make_objective: as for `train`.
 
     Raises:
-      ValueError: the folder's run has other settings.
+      ValueError: the folder's run has other settings, or began with other weights.
       StageStoppedError: a signal or `stop_at` ended it before its last step.
     """
     if config.workdir is None:
         raise ValueError("train_stage: the config needs a workdir")
     workdir = Workdir(config.workdir)
     before = from_process_0(lambda: _begun(workdir))
+    _same_start(workdir, config)
     if before is not None:
         now = {k: v for k, v in config.resolved().to_dict().items() if k not in _FREE}
         _same_settings(workdir.root, now, {k: v for k, v in before.items() if k not in _FREE})
@@ -93,6 +95,26 @@ def _begun(workdir: Workdir) -> dict[str, Any] | None:
     if not workdir.config.exists():
         return None
     return json.loads(workdir.config.read_text()).get("train")
+
+
+def _same_start(workdir: Workdir, config: TrainConfig) -> None:
+    """Raises if `init_from` now holds other weights than the run in `workdir` began with."""
+    init = config.init_from
+    then = from_process_0(lambda: _init_digest(workdir))
+    # A run that has begun no longer needs the folder.
+    if init is None or then is None or from_process_0(lambda: not Path(init).is_dir()):
+        return
+    if weights_digest(init) != then:
+        raise ValueError(
+            f"{workdir.root} began with other weights than {init} holds by now. Remove "
+            f"{workdir.root}, and it is made anew from these, or use another --workdir"
+        )
+
+
+def _init_digest(workdir: Workdir) -> str | None:
+    if not workdir.config.exists():
+        return None
+    return json.loads(workdir.config.read_text()).get("init_digest")
 
 
 def _same_settings(folder: Path, now: dict[str, Any], then: dict[str, Any]) -> None:

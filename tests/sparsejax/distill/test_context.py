@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -67,6 +68,11 @@ def test_stages_run_one_after_the_other_and_are_skipped_when_done(folder, tmp_pa
     assert capsys.readouterr().err.count("nothing to do") == 2
     with pytest.raises(ValueError, match=r"stage_0_32 was made with other .*learning_rate"):
         extend_context(dataclasses.replace(run, optimizer=OptimizerConfig(learning_rate=0.1)))
+    # What a later stage was made from is not there any more.
+    shutil.rmtree(tmp_path / "long/stage_0_32")
+    other = dataclasses.replace(run, stage=("seq_len=32,steps=2,learning_rate=1e-2", last))
+    with pytest.raises(ValueError, match=r"stage_1_64 began with other weights than .*stage_0_32"):
+        extend_context(other)
 
 
 def test_an_interrupted_stage_goes_on_with_the_same_bits(folder, tmp_path):

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
 from sparsejax import surgery
-from sparsejax.convert import load_run
+from sparsejax.convert import load_run, save_run
 from sparsejax.params import count, flatten
 from sparsejax.shrink import Fusing, ShrinkConfig, shrink, table
 from sparsejax.training.optimizer import OptimizerConfig
@@ -115,6 +116,21 @@ def test_done_stages_are_skipped(done, capsys):
 def test_other_settings_are_refused_by_the_stage_they_change(done, changes, message):
     with pytest.raises(ValueError, match=message):
         shrink(dataclasses.replace(done[0], **changes))
+
+
+def test_stages_of_other_weights_are_refused(done, tmp_path):
+    run, _ = done
+    shutil.copytree(run.workdir, tmp_path / "kept")
+    config, params, tokenizer = load_run(run.workdir)
+    params["layer_0"]["ffn"]["down"] = params["layer_0"]["ffn"]["down"] * 2
+    shutil.rmtree(run.workdir)
+    try:
+        save_run(run.workdir, config, params, tokenizer)
+        with pytest.raises(ValueError, match=r"1_analyse was made with other .*weights"):
+            shrink(run)
+    finally:
+        shutil.rmtree(run.workdir)
+        shutil.move(tmp_path / "kept", run.workdir)
 
 
 def test_a_cut_that_was_interrupted_is_made_again(done, tmp_path):

@@ -17,7 +17,7 @@ from sparsejax.data.prepare import prepare_corpus
 from sparsejax.params import flatten
 from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.config import TrainConfig
-from sparsejax.training.initial import folder_kind, initial_config
+from sparsejax.training.initial import folder_kind, initial_config, weights_digest
 from sparsejax.training.load import load_model
 from sparsejax.training.loop import train
 from sparsejax.training.metrics import read_rows
@@ -185,3 +185,15 @@ def test_the_preset_is_tiny_where_nothing_is_said():
     assert TrainConfig().model() == sparsejax.presets.tiny()
     assert TrainConfig().resolved().preset == "tiny"
     assert TrainConfig().resolved().loss.l1_coeff == 1e-2
+
+
+def test_the_digest_tells_weights_apart(micro, params, run_folder, hf_folder, tmp_path):
+    found = {"run": weights_digest(run_folder), "hf": weights_digest(hf_folder)}
+    assert len(set(found.values())) == 2  # of other bytes
+    other = jax.tree.map(lambda leaf: leaf, params)
+    other["layer_0"]["ffn"]["down"] = other["layer_0"]["ffn"]["down"].at[0, 0].add(1e-3)
+    for name, tree in {"same": params, "other": other}.items():
+        convert.save_run(tmp_path / name / "run", micro, tree)
+        convert.save(tmp_path / name / "hf", micro, tree, dtype="bfloat16")
+        for kind, digest in found.items():
+            assert (weights_digest(tmp_path / name / kind) == digest) == (name == "same")
