@@ -9,6 +9,7 @@ tokens at 8k, 5B at 16k, 5B at 32k, 0.8B at 128k).
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -22,6 +23,16 @@ from sparsejax.training.stages import train_stage
 from sparsejax.types import Params
 
 _flat = tyro.conf.arg(name="")
+_WHOLE = ("seq_len", "steps", "batch_size")
+# What the numbers of a stage are where they are left out.
+_LEFT_OUT = {
+    "seq_len": "",
+    "steps": "; left out, it is --steps",
+    "batch_size": "; left out, it is --batch-size",
+    "learning_rate": "; left out, it is --learning-rate",
+    "theta": "; left out, it is the model's",
+    "factor": "; left out, it is how much longer seq_len is than the model's context",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +57,15 @@ class Stage:
     scaling: Literal["none", "linear", "llama3"] | None = None
     factor: float | None = None
 
+    def __post_init__(self):
+        for name, instead in _LEFT_OUT.items():
+            value, whole = getattr(self, name), name in _WHOLE
+            if value is not None and not (value >= 1 if whole else 0 < value < math.inf):
+                allowed = "at least 1" if whole else "positive and finite"
+                raise ValueError(
+                    f"stage seq_len={self.seq_len}: {name} must be {allowed}, got {value}{instead}"
+                )
+
     @classmethod
     def parse(cls, text: str) -> Stage:
         """Of "seq_len=8192,steps=1000,theta=5e5".
@@ -54,7 +74,7 @@ class Stage:
           ValueError: not of this form, an unknown or repeated field, or not a number.
         """
         kinds = {f.name: float for f in dataclasses.fields(cls)}
-        kinds |= dict.fromkeys(("seq_len", "steps", "batch_size"), int) | {"scaling": str}
+        kinds |= dict.fromkeys(_WHOLE, int) | {"scaling": str}
         values: dict[str, Any] = {}
         for item in text.split(","):
             name, equals, value = item.strip().partition("=")
@@ -102,7 +122,7 @@ def staged_model(model: ModelConfig, stage: Stage) -> ModelConfig:
         else:
             grown = max(stage.seq_len / model.context_length, 1.0)
             already = rope.factor if rope.scaling == scaling else 1.0
-            changes["factor"] = stage.factor or already * grown
+            changes["factor"] = already * grown if stage.factor is None else stage.factor
             if rope.scaling == "none":
                 changes["original_context"] = model.context_length
     return model.replace(
@@ -172,8 +192,8 @@ class ExtendConfig(MaybeTaught):
                 "init_from": start,
                 "workdir": self.workdir / f"stage_{k}_{stage.seq_len}",
                 "seq_len": stage.seq_len,
-                "steps": stage.steps or self.steps,
-                "batch_size": stage.batch_size or self.batch_size,
+                "steps": self.steps if stage.steps is None else stage.steps,
+                "batch_size": self.batch_size if stage.batch_size is None else stage.batch_size,
                 "rope": model.rope,
                 "context_length": model.context_length,
             }

@@ -58,6 +58,11 @@ class DistillLoss:
             )
         if self.block_layers is not None and not self.blocks:
             raise ValueError("block_layers has no meaning without blocks; pass --blocks too")
+        if self.block_layers is not None and not self.block_layers:
+            raise ValueError(
+                "block_layers is empty, and nothing would be trained: name student layers, or "
+                "leave --block-layers out to train all"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,11 @@ class RelufyConfig(MaybeTaught):
         super().__post_init__()
         if self.init_from is None:
             raise ValueError("name the folder of the dense model to start from (--init-from)")
+        if self.relu_layers is not None and not self.relu_layers:
+            raise ValueError(
+                "relu_layers is empty, and no activation would be replaced: name layers, or leave "
+                "--relu-layers out to replace all that are not ReLU"
+            )
 
     def change_init(self, config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
         """ReLU in the place of the model's activation; see `sparsejax.surgery.relufy`."""

@@ -76,6 +76,15 @@ class ShrinkConfig(TrainConfig):
             raise ValueError("out must be another folder than workdir, whose model stays as it is")
         if self.analysis_batches < 1 or self.multiple < 1:
             raise ValueError("analysis_batches and multiple must be at least 1")
+        if self.cost_context is not None and self.cost_context < 1:
+            raise ValueError(
+                f"cost_context must be at least 1, got {self.cost_context}; leave --cost-context "
+                "out for the model's context length"
+            )
+        if self.cost_batch < 1:
+            raise ValueError(f"cost_batch must be at least 1, got {self.cost_batch}")
+        if any(batch < 1 for batch in self.latency_batches):
+            raise ValueError(f"latency_batches must be at least 1, got {self.latency_batches}")
         if not all(0 < width < 1 for width in self.ffn_widths):
             raise ValueError(f"ffn_widths must be shares in (0, 1), got {self.ffn_widths}")
         if not self.targets():

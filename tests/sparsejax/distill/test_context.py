@@ -147,6 +147,12 @@ def test_what_a_stage_changes(whole, rope, stage, want, context):
         ("seq_len=64,lr=1", "'lr=1' is not one field=value"),
         ("64", "'64' is not one field=value"),
         ("seq_len=64,theta=-1", "theta must be positive"),
+        ("seq_len=0", "stage seq_len=0: seq_len must be at least 1, got 0$"),
+        ("seq_len=8,steps=0", "stage seq_len=8: steps must be at least 1, got 0; left .* --steps$"),
+        ("seq_len=8,batch_size=0", "seq_len=8: batch_size must be at least 1, got 0; .*-size$"),
+        ("seq_len=8,learning_rate=0", "seq_len=8: learning_rate must be positive and finite, got"),
+        ("seq_len=64,scaling=linear,factor=0", r"seq_len=64: factor must be positive .* got 0\.0;"),
+        ("seq_len=64,scaling=linear,factor=nan", "factor must be positive and finite, got nan;"),
     ],
 )
 def test_wrong_stages(whole, stage, message):

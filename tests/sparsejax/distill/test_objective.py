@@ -202,6 +202,7 @@ def test_logits_alone_need_neither_width_nor_pairing(whole, cut):
         ({"cosine_weight": float("inf")}, "cosine_weight must be finite"),
         ({"kl_weight": 0.0, "cosine_weight": 0.0}, "must be positive: all are 0"),
         ({"block_layers": (1,)}, "no meaning without blocks"),
+        ({"blocks": True, "block_layers": ()}, "block_layers is empty, and nothing would be"),
         ({"blocks": True, "lm_weight": 0.5}, "with blocks the loss is the error"),
     ],
 )

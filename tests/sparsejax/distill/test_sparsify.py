@@ -77,6 +77,8 @@ def test_without_a_teacher_it_begins_with_the_dense_weights(dense, tmp_path):
 def test_wrong_settings(dense, folders, tmp_path):
     with pytest.raises(ValueError, match="--init-from"):
         config(None, tmp_path)
+    with pytest.raises(ValueError, match="relu_layers is empty, and no activation would be"):
+        config(dense, tmp_path, relu_layers=())
     with pytest.raises(ValueError, match="no meaning without --teacher"):
         config(dense, tmp_path, distill=DistillLoss(lm_weight=1.0))
     with pytest.raises(ValueError, match="has ReLU already"):

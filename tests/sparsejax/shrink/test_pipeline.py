@@ -155,6 +155,12 @@ def test_wrong_settings(source, tmp_path):
         ({"out": source}, "another folder than workdir"),
         ({"kv_cache_target": None}, "one of the targets is needed"),
         ({"ffn_widths": (1.5,)}, r"shares in \(0, 1\)"),
+        (
+            {"cost_context": 0},
+            "cost_context must be at least 1, got 0; leave --cost-context out for",
+        ),
+        ({"cost_batch": 0}, "cost_batch must be at least 1, got 0$"),
+        ({"latency_batches": (1, 0)}, r"latency_batches must be at least 1, got \(1, 0\)$"),
     ):
         with pytest.raises(ValueError, match=message):
             config(source, **{"out": tmp_path / "out"} | changes)
