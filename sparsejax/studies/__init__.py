@@ -3,6 +3,7 @@
 | module | what |
 |---|---|
 | `records` | finished measurements in a .jsonl file, by which a study goes on where it was left |
+| `flags` | what scripts check of their flags before they begin |
 | `sweep` | training runs of a study, and what is recorded of them |
 | `penalty` | the sparsity term, its coefficient an argument of the compiled step |
 | `quality` | held-out cross-entropy of changed models, without compiling each of them |

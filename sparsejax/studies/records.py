@@ -110,9 +110,36 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         for row in rows:
-            writer.writerow(
-                {k: format(v, ".6g") if isinstance(v, float) else v for k, v in row.items()}
-            )
+            writer.writerow({name: _cell(value) for name, value in row.items()})
+
+
+def check_same_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Passes where there is no table, or one whose rows have these settings as columns.
+
+    Args:
+      path: the .csv file that is to be written anew.
+      settings: column -> value.
+
+    Raises:
+      ValueError: a table of other settings, which would be lost.
+    """
+    if not path.exists():
+        return
+    with path.open(newline="", encoding="utf-8") as file:
+        then = next(csv.DictReader(file), None)
+    if then is None:
+        return
+    now = {name: str(_cell(value)) for name, value in settings.items()}
+    if other := [name for name in now if then.get(name) != now[name]]:
+        shown = [f"{name} {then.get(name, 'not told')!r} vs {now[name]!r}" for name in other[:5]]
+        raise ValueError(
+            f"{path} holds results of other settings (there vs now): {'; '.join(shown)}. Name "
+            "another --results, or delete the file"
+        )
+
+
+def _cell(value: Any) -> Any:
+    return "" if value is None else format(value, ".6g") if isinstance(value, float) else value
 
 
 def _plain(value: Any) -> Any:

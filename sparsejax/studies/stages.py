@@ -82,9 +82,7 @@ def distilled(
         batch_size=setting.batch_size,
         seq_len=setting.seq_len,
         optimizer=OptimizerConfig(learning_rate=recovery.recover_rate),
-        loss=LossConfig(
-            l1_coeff=0.0 if recovery.recover_l1 is None else recovery.recover_l1
-        ),
+        loss=LossConfig(l1_coeff=0.0 if recovery.recover_l1 is None else recovery.recover_l1),
         implementation=setting.implementation,
         log_every=max(recovery.recover_steps // 20, 1),
         checkpoint_every=recovery.recover_steps,

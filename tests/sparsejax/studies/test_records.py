@@ -1,10 +1,11 @@
 """Records are found by their keys, also after reading the file again."""
 
 import csv
+import re
 
 import pytest
 
-from sparsejax.studies.records import Budget, Records, write_csv
+from sparsejax.studies.records import Budget, Records, check_same_settings, write_csv
 
 
 def test_found_again(tmp_path):
@@ -38,3 +39,19 @@ def test_tables_may_have_rows_of_different_columns(tmp_path):
 
 def test_a_budget_without_limit_is_never_spent():
     assert not Budget(None).spent and Budget(0.0).spent and not Budget(1e6).spent
+
+
+def test_a_table_of_other_settings_is_not_overwritten(tmp_path):
+    path = tmp_path / "new" / "table.csv"
+    settings = {"steps": 2, "rate": 1 / 3, "sizes": (2, 4), "limit": None, "corpus": "a, b"}
+    check_same_settings(path, settings)
+    write_csv(path, [{"ce": 1.5} | settings, {"ce": 1.6, "more": 1} | settings])
+    check_same_settings(path, settings)
+    message = (
+        f"{path} holds results of other settings (there vs now): steps '2' vs '3'; limit '' vs "
+        "'5'; long 'not told' vs '0.5'. Name another --results, or delete the file"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_same_settings(path, settings | {"steps": 3, "limit": 5, "long": 0.5})
+    write_csv(path, [])
+    check_same_settings(path, settings)

@@ -1,0 +1,110 @@
+"""What scripts check of their flags before they begin: no measurement is lost at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PICTURES = (".png", ".pdf", ".svg")
+
+
+def at_least(flags: Any, least: float, *names: str) -> None:
+    """Numbers, and lists of one number or more, from `least` on; None stands for a default.
+
+    Args:
+      flags: an object with these attributes.
+      least: the smallest number allowed.
+      names: of attributes.
+
+    Raises:
+      ValueError: a smaller number, NaN, or an empty list.
+    """
+    not_empty(flags, *(name for name in names if isinstance(getattr(flags, name), tuple)))
+    for name in names:
+        value = getattr(flags, name)
+        several = isinstance(value, tuple)
+        for number in value if several else () if value is None else (value,):
+            if not number >= least:
+                what = ": every number must be" if several else " must be"
+                raise ValueError(f"{_flag(name)}{what} at least {least}, got {number}")
+
+
+def check_setting(setting: Any) -> None:
+    """The numbers of a `sparsejax.studies.sweep.Setting` are at least 1.
+
+    Raises:
+      ValueError: one is not.
+    """
+    at_least(setting, 1, "layers", "d_model", "batch_size", "seq_len", "steps", "evaluations")
+
+
+def not_empty(flags: Any, *names: str) -> None:
+    """Lists that name something.
+
+    Raises:
+      ValueError: an empty one.
+    """
+    for name in names:
+        if not getattr(flags, name):
+            raise ValueError(
+                f"{_flag(name)} is an empty list: name one or more, or leave the flag out"
+            )
+
+
+def check_file(flag: str, path: Path | None, *suffixes: str) -> None:
+    """Makes the folder of a file that is to be written; None is no file.
+
+    Args:
+      flag: the flag that names the file, for messages.
+      path: the file; what it holds stays as it is.
+      suffixes: endings that it may have; none for any.
+
+    Raises:
+      ValueError: a folder, another ending, or a place that cannot be written.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{flag} {path} is a folder; name a file in it")
+    if suffixes and path.suffix not in suffixes:
+        raise ValueError(f"{flag} must end in {' or '.join(suffixes)}, got {path}")
+    check_folder(flag, path.parent)
+    if path.exists():
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise ValueError(f"{flag} {path} cannot be written ({error.strerror})") from None
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """Makes a folder in which files are to be written.
+
+    Raises:
+      ValueError: it cannot be made, or nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"{flag}: nothing can be written in the folder {folder} ({error.strerror}); name "
+            "another place"
+        ) from None
+
+
+def own_settings(args: Any) -> dict[str, Any]:
+    """A study's flags under the names study_*, groups among them flattened, for a row of its table.
+
+    Left out are where results go, and `setting`, which rows tell as `Setting.told` does.
+    """
+    found: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(args).items():
+        if name not in ("setting", "results", "smoke"):
+            found |= value if isinstance(value, dict) else {name: value}
+    return {f"study_{name}": value for name, value in found.items()}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
