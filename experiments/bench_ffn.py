@@ -27,6 +27,7 @@ import tyro
 
 from pallas_kernels import UnsupportedError, gated_ffn
 from sparsejax import ffn_benchmark as bench
+from sparsejax.studies.flags import PICTURES, at_least, check_file
 
 GRADIENTS = ("y", "l1", "dx", "dgate", "dup", "ddown")
 
@@ -214,6 +215,10 @@ def plot(rows: list[dict], path: Path) -> None:
 
 def main(flags: Flags) -> None:
     """Runs every combination, prints a table and writes rows."""
+    at_least(flags, 1, "tokens", "d_model", "d_ff", "layers", "repeats", "calls")
+    at_least(flags, 0, "nnz")
+    check_file("--out", flags.out)
+    check_file("--plot", flags.plot, *PICTURES)
     command = ["git", "rev-parse", "--short", "HEAD"]
     sha = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     about = {"kernel": f"gated_ffn_{flags.mode}", "device": jax.devices()[0].device_kind}
@@ -237,5 +242,5 @@ def main(flags: Flags) -> None:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Flags))
-    except UnsupportedError as error:
+    except (ValueError, UnsupportedError) as error:
         raise SystemExit(f"bench_ffn.py: {error}") from None

@@ -30,6 +30,7 @@ from sparsejax.config import FFNConfig, LayerConfig, ModelConfig
 from sparsejax.modules import Layer, Options
 from sparsejax.params import init_params, param_shapes
 from sparsejax.sharding import MeshConfig, constrain, make_mesh, tree_shardings
+from sparsejax.studies.flags import at_least, check_file
 from sparsejax.studies.timing import in_turns
 from sparsejax.types import Params
 
@@ -101,6 +102,7 @@ def passes(config: ModelConfig, options: Options, steps: int, params: Params, x:
 
 def bench(flags: Flags) -> list[dict[str, Any]]:
     """Two rows per batch size."""
+    at_least(flags, 1, "d_model", "d_ff", "batches", "tensor", "steps", "reps")
     if flags.layers < 2:
         raise ValueError(f"--layers: a run has at least two layers, got {flags.layers}")
     if flags.tensor > jax.device_count():
@@ -157,6 +159,7 @@ def main(args: list[str] | None = None) -> None:
     flags = tyro.cli(Flags, args=args)
     if flags.smoke:
         flags = dataclasses.replace(flags, **SMOKE)
+    check_file("--out", flags.out)
     command = ["git", "rev-parse", "--short", "HEAD"]
     sha = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "git": sha}

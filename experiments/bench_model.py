@@ -28,6 +28,7 @@ from pallas_kernels import UnsupportedError
 from sparsejax import benchmark
 from sparsejax.calibrate import measured_profile
 from sparsejax.config import ModelConfig
+from sparsejax.studies.flags import at_least, check_file
 from sparsejax.studies.timing import time_variants
 from sparsejax.training.config import TrainConfig
 
@@ -105,6 +106,9 @@ def profile_of(flags: Flags, model: ModelConfig) -> list[float]:
 
 def bench(flags: Flags) -> list[dict[str, Any]]:
     """One row per variant."""
+    at_least(flags, 1, "batch_size", "seq_len", "layers", "accumulate", "decode_steps", "reps")
+    at_least(flags, 1, "calls")
+    at_least(flags, 0, "nnz", "energy_seconds", "seed")
     model = model_of(flags)
     wanted = profile_of(flags, model)
     began = time.perf_counter()
@@ -115,7 +119,7 @@ def bench(flags: Flags) -> list[dict[str, Any]]:
     rows = time_variants(
         case,
         reps=flags.reps,
-        calls=flags.calls or (2 if flags.mode == "train" else 4),
+        calls=(2 if flags.mode == "train" else 4) if flags.calls is None else flags.calls,
         energy_seconds=flags.energy_seconds,
         interpret=flags.smoke and jax.default_backend() != "gpu",
     )
@@ -138,6 +142,7 @@ def main(args: list[str] | None = None) -> None:
         flags = dataclasses.replace(flags, **SMOKE)
     if flags.seq_len is None:
         flags = dataclasses.replace(flags, seq_len=1024 if flags.mode == "decode" else 2048)
+    check_file("--out", flags.out)
     rows = [about(flags) | row for row in bench(flags)]
     for row in rows:
         shown = (

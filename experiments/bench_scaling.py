@@ -34,6 +34,7 @@ from sparsejax import scaling_benchmark as lib
 from sparsejax.analysis import scaling, scaling_plots
 from sparsejax.analysis.devices import DEVICES
 from sparsejax.config import ModelConfig
+from sparsejax.studies.flags import at_least, check_file, not_empty
 from sparsejax.training.config import TrainConfig
 
 SMOKE = {"preset": "tiny", "layers": 1, "batch_size": 2, "seq_len": 32, "nnz": 8.0, "reps": 1}
@@ -124,6 +125,9 @@ def _split(text: str) -> lib.Split:
 
 def bench(flags: Flags) -> list[dict[str, Any]]:
     """One row per split and variant."""
+    not_empty(flags, "variants")
+    at_least(flags, 1, "devices", "batch_size", "seq_len", "layers", "accumulate", "reps", "calls")
+    at_least(flags, 0, "nnz", "seed")
     model = TrainConfig(preset=flags.preset).model()
     model = model.replace(layers=model.layers[: flags.layers])
     if not model.sparse_layers:
@@ -195,6 +199,7 @@ def modelled(flags: Flags, case: lib.Case, variant: str, one_ms: float) -> list[
 
 def plan(flags: Flags) -> list[dict[str, Any]]:
     """The best modelled splits of every count, for a batch that grows and for one that does not."""
+    at_least(flags, 1, "plan_devices", "plan_batch", "batch_size", "seq_len")
     config = TrainConfig(preset=flags.preset).model()
     counts, each, whole = flags.plan_devices, flags.batch_size, flags.plan_batch
     batches = {f"{each} sequences per device": [each * n for n in counts]}
@@ -235,6 +240,10 @@ def main(args: list[str] | None = None) -> None:
     if flags.smoke:
         flags = dataclasses.replace(flags, **SMOKE)
     figure = flags.out.with_suffix(".png") if flags.out else None
+    if figure is not None and figure == flags.out:
+        raise ValueError(f"--out {flags.out} is where the figure goes; name a .jsonl file")
+    check_file("--out", flags.out)
+    check_file("--out", figure)
     if flags.plan:
         rows = plan(flags)
         for row in rows:

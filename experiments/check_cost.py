@@ -22,12 +22,15 @@ import numpy as np
 import tyro
 
 import sparsejax
+from pallas_kernels import UnsupportedError
 from sparsejax import presets, surgery
 from sparsejax.analysis import cost, fusion_groups
+from sparsejax.analysis.devices import get_device
 from sparsejax.attention import init_cache
 from sparsejax.config import ModelConfig
 from sparsejax.decoding import Chooser, Decoder, State
 from sparsejax.sampling import make_sampling
+from sparsejax.studies.flags import at_least, check_file, not_empty
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Flags:
     Attributes:
       presets: names of `sparsejax.presets`.
       batches: rows decoded together.
-      context: positions in the cache.
+      context: positions in the cache, of which the last --steps are decoded.
       steps: tokens per row in one call.
       calls: calls timed, of which the median counts.
       device: name in `sparsejax.analysis.cost.DEVICES`.
@@ -84,8 +87,17 @@ def decode_seconds(config: ModelConfig, batch: int, flags: Flags) -> float:
 
 def main(flags: Flags) -> None:
     """Prints and appends one row per model and batch."""
-    for name in flags.presets:
-        config = presets.get(name)
+    not_empty(flags, "presets")
+    at_least(flags, 1, "batches", "context", "steps", "calls")
+    if flags.context < flags.steps:
+        raise ValueError(
+            f"--context {flags.context} has no room for --steps {flags.steps}: the steps fill the "
+            "cache up to it, so it must be at least as many"
+        )
+    get_device(flags.device)
+    configs = {name: presets.get(name) for name in flags.presets}
+    check_file("--out", flags.out)
+    for name, config in configs.items():
         config = config.replace(param_dtype=config.dtype)
         for what, model in ((name, config), (f"{name}, shallower", shallower(config))):
             for batch in flags.batches:
@@ -110,4 +122,7 @@ def main(flags: Flags) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Flags))
+    try:
+        main(tyro.cli(Flags))
+    except (ValueError, UnsupportedError) as error:
+        raise SystemExit(f"check_cost.py: {error}") from None

@@ -28,7 +28,7 @@ def script():
 
 
 def run(script, tmp_path, **flags):
-    out = tmp_path / "rows.jsonl"
+    out = tmp_path / "new" / "rows.jsonl"
     small = {"d_model": 32, "d_ff": 256, "implementation": "xla", "repeats": 2, "calls": 2}
     script.main(script.Flags(**(small | flags), out=out))
     return [json.loads(line) for line in out.read_text().splitlines()]
@@ -87,6 +87,24 @@ def test_activity_follows_the_rates():
     x = ffn_benchmark.random_tokens(jax.random.key(1), 4000, 64, jnp.float32)
     seen = np.array(jnp.mean(x @ gate.T > 0, axis=0))
     np.testing.assert_allclose(seen, ffn_benchmark.firing_rates("powerlaw", 128, 20.0), atol=0.06)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"calls": 0}, "^--calls must be at least 1, got 0$"),
+        ({"repeats": 0}, "^--repeats must be at least 1, got 0$"),
+        ({"tokens": ()}, "^--tokens is an empty list"),
+        ({"nnz": (3.0, -1.0)}, r"^--nnz: every number must be at least 0, got -1\.0$"),
+        ({"layers": 0}, "^--layers must be at least 1, got 0$"),
+        ({"plot": Path("f.xyz")}, "^--plot must end in .png or .pdf or .svg, got f.xyz$"),
+        ({"plot": SCRIPT / "f.png"}, "^--plot: nothing can be written in the folder"),
+    ],
+)
+def test_refused_before_anything_is_timed(script, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr(script, "bench_op", lambda *_: pytest.fail("timed"))
+    with pytest.raises(ValueError, match=message):
+        run(script, tmp_path, **changes)
 
 
 def test_a_missing_file_is_named(script, tmp_path):

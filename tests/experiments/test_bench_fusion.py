@@ -22,7 +22,7 @@ def script():
 
 @pytest.mark.parametrize("norm", ["last", "fold"])
 def test_one_all_reduce_for_a_run_of_three_layers(script, tmp_path, norm):
-    out = tmp_path / "rows.jsonl"
+    out = tmp_path / "new" / "rows.jsonl"
     script.main(["--smoke", "--tensor", "2", "--norm", norm, "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["batch"], r["form"]) for r in rows] == [
@@ -39,6 +39,13 @@ def test_one_all_reduce_for_a_run_of_three_layers(script, tmp_path, norm):
     ("flags", "message"),
     [
         (["--layers", "1"], "at least two layers, got 1"),
+        (["--steps", "0"], "^--steps must be at least 1, got 0$"),
+        (["--reps", "0"], "^--reps must be at least 1, got 0$"),
+        (["--d-model", "0"], "^--d-model must be at least 1, got 0$"),
+        (["--layers", "0"], "^--layers: a run has at least two layers, got 0$"),
+        (["--batches", "1", "0"], "^--batches: every number must be at least 1, got 0$"),
+        (["--batches"], "^--batches is an empty list"),
+        (["--out", str(SCRIPT / "rows.jsonl")], "^--out: nothing can be written in the folder"),
         (["--tensor", "9"], "needs more than the 8 devices"),
         (["--d-ff", "100", "--tensor", "8"], "100"),
     ],

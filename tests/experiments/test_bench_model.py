@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -71,6 +72,24 @@ def test_profiles(script):
         ({"preset": "tiny", "seq_len": 257}, "come to 257 positions"),
     ],
 )
-def test_wrong_flags(script, changes, message):
+def test_a_model_that_does_not_fit(script, changes, message):
     with pytest.raises(ValueError, match=message):
         script.model_of(script.Flags(**changes))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--calls", "0"], "--calls must be at least 1, got 0"),
+        (["--reps", "0"], "--reps must be at least 1, got 0"),
+        (["--seq-len", "0"], "--seq-len must be at least 1, got 0"),
+        (["--layers", "0"], "--layers must be at least 1, got 0"),
+        (["--layers", "-1"], "--layers must be at least 1, got -1"),
+        (["--nnz", "-1"], "--nnz must be at least 0, got -1.0"),
+        (["--out", str(SCRIPT / "rows.jsonl")], "--out: nothing can be written in the folder"),
+    ],
+)
+def test_refused_before_anything_is_timed(script, monkeypatch, flags, message):
+    monkeypatch.setattr(script.benchmark, "make_case", lambda *_: pytest.fail("timed"))
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        script.main(["--preset", "tiny", *flags])

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -117,3 +118,22 @@ def test_wrong_splits(script, changes, message):
 def test_a_dense_preset_is_refused(script):
     with pytest.raises(ValueError, match="'tiny-dense' has no ReLU layer"):
         script.bench(script.Flags(preset="tiny-dense"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--calls", "0"], "--calls must be at least 1, got 0"),
+        (["--reps", "0"], "--reps must be at least 1, got 0"),
+        (["--devices"], "--devices is an empty list"),
+        (["--devices", "0"], "--devices: every number must be at least 1, got 0"),
+        (["--variants"], "--variants is an empty list"),
+        (["--plan", "--plan-devices", "0"], "--plan-devices: every number must be at least 1"),
+        (["--out", "f.png"], "--out f.png is where the figure goes; name a .jsonl file"),
+        (["--out", str(SCRIPT / "rows.jsonl")], "--out: nothing can be written in the folder"),
+    ],
+)
+def test_refused_before_anything_is_timed(script, monkeypatch, flags, message):
+    monkeypatch.setattr(script.lib, "find_biases", lambda *_: pytest.fail("timed"))
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        script.main(["--preset", "tiny", *flags])
