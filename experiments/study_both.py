@@ -27,9 +27,10 @@ from sparsejax.data import open_source
 from sparsejax.distill.layer_map import layer_map_of
 from sparsejax.modules import Options
 from sparsejax.studies import plots
+from sparsejax.studies.flags import at_least, check_folder, check_setting, own_settings
 from sparsejax.studies.fusing import best_window
 from sparsejax.studies.quality import held_out, num_tokens, windows
-from sparsejax.studies.records import about, write_csv
+from sparsejax.studies.records import about, check_same_settings, write_csv
 from sparsejax.studies.stages import Recovery, distilled, model_of
 from sparsejax.studies.sweep import RunSpec, Setting, compile_cache, train_run
 from sparsejax.studies.timing import Model, add_times
@@ -79,13 +80,18 @@ def smoke(args: Args) -> Args:
     return dataclasses.replace(args, setting=setting, **small)
 
 
+def recovery_of(args: Args) -> Recovery:
+    """How models are distilled, with the coefficient of the run where none is given."""
+    given = args.recovery.recover_l1
+    return dataclasses.replace(args.recovery, recover_l1=args.l1 if given is None else given)
+
+
 class Study:
     """The steps, each of which adds a row and a model to time."""
 
     def __init__(self, args: Args):
         setting = args.setting
-        l1 = args.recovery.recover_l1 or args.l1
-        self.args, self.recovery = args, dataclasses.replace(args.recovery, recover_l1=l1)
+        self.args, self.recovery = args, recovery_of(args)
         rows = min(setting.batch_size, 32)
         self.text = windows(
             open_source(setting.data), setting.seq_len, rows, batches=args.analysis_batches
@@ -95,7 +101,10 @@ class Study:
         )
         # On a CPU there is no sparse engine to ask for.
         self.sparse = Options(implementation="triton" if jax.default_backend() == "gpu" else "xla")
-        self.about = about() | {"held_out_tokens": num_tokens(self.held)} | setting.told()
+        told = setting.told() | own_settings(args)
+        self.about = about() | {"held_out_tokens": num_tokens(self.held)} | told
+        told["device"] = self.about["device"]
+        check_same_settings(args.results / "study_both.csv", told)
         self.rows: list[dict[str, Any]] = []
         self.models: dict[str, Model] = {}
 
@@ -152,6 +161,12 @@ class Study:
 def main(args: Args) -> int:
     """Runs what is missing and returns the exit status."""
     args = smoke(args) if args.smoke else args
+    check_setting(args.setting)
+    at_least(args, 1, "window", "multiple", "analysis_batches", "held_out_batches", "rows", "reps")
+    at_least(args.recovery, 1, "recover_steps")
+    at_least(args.recovery, 0, "recover_l1")
+    at_least(args, 0, "l1")
+    check_folder("--results", args.results)
     study = Study(args)
     with compile_cache(args.setting.runs / "compiled"):
         study.run()

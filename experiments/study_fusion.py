@@ -31,9 +31,10 @@ from sparsejax.analysis import (
 from sparsejax.analysis.plots import plot_dependency
 from sparsejax.data import open_source
 from sparsejax.studies import plots
+from sparsejax.studies.flags import at_least, check_folder, check_setting, own_settings
 from sparsejax.studies.fusing import Change, best_window, changes
 from sparsejax.studies.quality import held_out, num_tokens, windows
-from sparsejax.studies.records import about, write_csv
+from sparsejax.studies.records import about, check_same_settings, write_csv
 from sparsejax.studies.stages import Recovery, distilled, model_of
 from sparsejax.studies.sweep import RunSpec, Setting, compile_cache, train_run
 from sparsejax.studies.timing import Model, add_times
@@ -101,7 +102,10 @@ class Study:
         self.held = windows(
             open_source(setting.data, "val"), setting.seq_len, rows, batches=args.held_out_batches
         )
-        self.about = about() | {"held_out_tokens": num_tokens(self.held)} | setting.told()
+        told = setting.told() | own_settings(args)
+        self.about = about() | {"held_out_tokens": num_tokens(self.held)} | told
+        told["device"] = self.about["device"]
+        check_same_settings(args.results / "study_fusion.csv", told)
         self.rows: list[dict[str, Any]] = []
         self.windows: list[dict[str, Any]] = []
         self.timed: dict[str, Model] = {}
@@ -189,6 +193,12 @@ class Study:
 def main(args: Args) -> int:
     """Runs what is missing and returns the exit status."""
     args = smoke(args) if args.smoke else args
+    check_setting(args.setting)
+    at_least(args, 1, "window", "sizes", "analysis_batches", "held_out_batches", "reps")
+    at_least(args, 1, "window_lengths", "window_count")
+    at_least(args.recovery, 1, "recover_steps")
+    at_least(args.recovery, 0, "recover_l1")
+    check_folder("--results", args.results)
     study = Study(args)
     with compile_cache(args.setting.runs / "compiled"):
         study.run()

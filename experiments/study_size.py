@@ -23,6 +23,7 @@ import numpy as np
 from sparsejax import benchmark, presets
 from sparsejax.calibrate import measured_profile
 from sparsejax.studies import plots
+from sparsejax.studies.flags import at_least, check_folder, not_empty
 from sparsejax.studies.records import Budget, Records, write_csv
 from sparsejax.studies.timing import time_variants
 from sparsejax.training.launch import run_script
@@ -139,6 +140,12 @@ def _common(args: Args) -> dict[str, Any]:
 def main(args: Args) -> int:
     """Measures what is missing and returns the exit status."""
     args = smoke(args) if args.smoke else args
+    not_empty(args, "presets", "modes")
+    at_least(args, 1, "batch_size", "seq_len", "layers", "reps", "calls")
+    at_least(args, 0, "energy_seconds", "time_limit")
+    for preset in args.presets:
+        presets.get(preset)
+    check_folder("--results", args.results)
     budget, records = Budget(args.time_limit), Records(args.results / "study_size.jsonl")
     for preset in args.presets:
         for mode in args.modes:

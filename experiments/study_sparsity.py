@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import tyro
 
 from sparsejax.studies import plots
+from sparsejax.studies.flags import at_least, check_folder, check_setting, not_empty
 from sparsejax.studies.records import Budget, Records, write_csv
 from sparsejax.studies.sweep import RunSpec, Setting, compile_cache, run_record, select, train_run
 from sparsejax.training.launch import run_script
@@ -122,6 +123,10 @@ def report(records: Records, setting: Setting, results: Path) -> None:
 def main(args: Args) -> int:
     """Runs what is missing and returns the exit status."""
     args = smoke(args) if args.smoke else args
+    check_setting(args.setting)
+    not_empty(args, "seeds")
+    at_least(args, 0, "seeds", "long", "revive", "warmup", "time_limit")
+    check_folder("--results", args.results)
     setting, budget = args.setting, Budget(args.time_limit)
     records = Records(args.results / "study_sparsity.jsonl")
     wanted = list(dict.fromkeys(select(args.specs(), args.only)))

@@ -25,6 +25,7 @@ from sparsejax.analysis import activation_stats
 from sparsejax.config import ModelConfig
 from sparsejax.data import open_source
 from sparsejax.studies import plots
+from sparsejax.studies.flags import at_least, check_folder, check_setting, not_empty
 from sparsejax.studies.quality import engine_errors, held_out, windows
 from sparsejax.studies.records import Budget, Records, write_csv
 from sparsejax.studies.sweep import RunSpec, Setting, compile_cache, train_run
@@ -148,6 +149,16 @@ def report(records: Records, args: Args) -> None:
 def main(args: Args) -> int:
     """Measures what is missing and returns the exit status."""
     args = smoke(args) if args.smoke else args
+    check_setting(args.setting)
+    not_empty(args, "modes")
+    at_least(args, 1, "rows", "decode_rows", "decode_steps", "multiple", "reps", "calls")
+    at_least(args, 0, "l1", "energy_seconds", "time_limit")
+    if "decode" in args.modes and args.setting.seq_len <= args.decode_steps:
+        raise ValueError(
+            f"--decode-steps {args.decode_steps} leave no room for a prompt in --seq-len "
+            f"{args.setting.seq_len}: they must be fewer"
+        )
+    check_folder("--results", args.results)
     budget, records = Budget(args.time_limit), Records(args.results / "study_speed.jsonl")
     held = open_source(args.setting.data, "val")
     measuring = {name: getattr(args, name) for name in ("reps", "calls", "energy_seconds")}

@@ -4,9 +4,11 @@ import csv
 
 import pytest
 
+from sparsejax.studies.records import write_csv
+
 
 @pytest.mark.slow
-def test_all_ways_and_what_they_are_compared_with(run_study):
+def test_all_ways_and_what_they_are_compared_with(run_study, tmp_path):
     results = run_study("fusion")
     rows = read(results / "study_fusion.csv")
     found = [(r["name"], r["family"]) for r in rows]
@@ -42,6 +44,25 @@ def test_all_ways_and_what_they_are_compared_with(run_study):
     assert float(windows[1]["ce"]) != pytest.approx(by_row["parent"], abs=1e-7)
     for name in ("study_fusion.png", "study_fusion_dependency_base.png"):
         assert (results / name).stat().st_size > 10_000
+    rows = (dict(row, study_window="9") for row in rows)
+    write_csv(tmp_path / "study_fusion.csv", rows)
+    only = r"\(there vs now\): study_window '9' vs '3'\. Name another --results"
+    with pytest.raises(ValueError, match=only):
+        run_study("fusion", "--results", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], r"study_fusion\.csv holds .* parent_layers '24' vs '3'.* Name another --results"),
+        (["--results", __file__], "^--results: nothing can be written in the folder"),
+    ],
+)
+def test_refused_before_anything_is_trained(run_study, tmp_path, flags, message):
+    (tmp_path / "study_fusion.csv").write_text("name,parent_layers\nparent,24\n")
+    with pytest.raises(ValueError, match=message):
+        run_study("fusion", "--results", str(tmp_path), *flags)
+    assert [p.name for p in tmp_path.iterdir()] == ["study_fusion.csv"]
 
 
 def read(path):

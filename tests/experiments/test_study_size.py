@@ -1,6 +1,7 @@
 """`experiments/study_size.py --smoke`: one row per size, and what is published of it."""
 
 import csv
+import sys
 
 import pytest
 
@@ -29,3 +30,16 @@ def test_an_unknown_mode_is_named(run_study, capsys):
     with pytest.raises(SystemExit):
         run_study("size", "--modes", "prefill")
     assert "modes must be among" in capsys.readouterr().err
+
+
+def test_refused_before_anything_runs(run_study):
+    with pytest.raises(ValueError, match=r"^--results: nothing can be written in the folder"):
+        run_study("size", "--results", __file__)
+    script = sys.modules["study_size"]
+    for changes, message in (
+        ({"presets": ()}, "^--presets is an empty list"),
+        ({"presets": ("tiny", "nope")}, "^unknown preset 'nope'"),
+        ({"calls": 0}, "^--calls must be at least 1, got 0$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            script.main(script.Args(**changes))

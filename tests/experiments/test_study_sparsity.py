@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 
 import pytest
 
@@ -44,6 +45,18 @@ def test_records_tables_and_one_program_for_all_coefficients(run_study, capsys):
 def test_an_unknown_name_lists_the_runs(run_study):
     with pytest.raises(ValueError, match="names 'relu-7'; the runs are silu, relu-0, relu"):
         run_study("sparsity", "--only", "relu-7")
+
+
+def test_refused_before_anything_runs(run_study):
+    with pytest.raises(ValueError, match=r"^--results: nothing can be written in the folder"):
+        run_study("sparsity", "--results", __file__)
+    script = sys.modules["study_sparsity"]
+    for changes, message in (
+        ({"seeds": ()}, "^--seeds is an empty list"),
+        ({"setting": script.Setting(steps=0)}, "^--steps must be at least 1, got 0$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            script.main(script.Args(**changes))
 
 
 def programs(results):

@@ -1,6 +1,7 @@
 """`experiments/study_speed.py --smoke`: checkpoints whole and without dead neurons."""
 
 import csv
+import sys
 
 import pytest
 
@@ -35,3 +36,17 @@ def test_every_case_has_its_variants_and_is_measured_once(run_study):
     before = (results / "study_speed.jsonl").read_text()
     run_study("speed")
     assert (results / "study_speed.jsonl").read_text() == before
+
+
+def test_refused_before_anything_runs(run_study):
+    with pytest.raises(ValueError, match=r"^--results: nothing can be written in the folder"):
+        run_study("speed", "--results", __file__)
+    script = sys.modules["study_speed"]
+    for changes, message in (
+        ({"modes": ()}, "^--modes is an empty list"),
+        ({"decode_rows": (1, 0)}, "^--decode-rows: every number must be at least 1, got 0$"),
+        ({"decode_steps": 1024}, "^--decode-steps 1024 leave no room .* --seq-len 1024"),
+        ({"setting": script.Setting(evaluations=0)}, "^--evaluations must be at least 1, got 0$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            script.main(script.Args(**changes))
