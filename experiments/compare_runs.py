@@ -16,6 +16,7 @@ from typing import Any
 import tyro
 from matplotlib.figure import Figure
 
+from sparsejax.studies.flags import PICTURES, check_file
 from sparsejax.studies.records import write_csv
 from sparsejax.training.metrics import read_rows
 
@@ -89,7 +90,6 @@ def plot(rows: list[dict[str, Any]], names: list[str], path: Path) -> None:
     for axes in (loss, gap, nnz):
         axes.grid(alpha=0.3)
         axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
@@ -111,6 +111,8 @@ def main(args: Args) -> None:
             raise ValueError(f"--runs: {path} is neither a file nor a folder with metrics.jsonl")
         runs[name] = read_rows(file)
     rows = table(runs)
+    check_file("--out", args.out, *PICTURES)
+    check_file("--out", args.out.with_suffix(".csv"))
     for name, (mean, most) in differences(rows, names).items():
         print(f"{name} from {names[0]}, last third: mean {mean:.4f}, at most {most:.4f} nats")
     write_csv(args.out.with_suffix(".csv"), rows)

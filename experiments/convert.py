@@ -24,6 +24,7 @@ from sparsejax.config import ModelConfig
 from sparsejax.data import HFTokenizer
 from sparsejax.params import count
 from sparsejax.sharding import MeshConfig, make_mesh
+from sparsejax.studies.flags import at_least
 from sparsejax.training.checkpoint import CheckpointError
 from sparsejax.types import Params
 
@@ -63,6 +64,7 @@ class Flags:
 def main(args: list[str] | None = None) -> int:
     """Runs the script; returns its exit status."""
     flags = tyro.cli(Flags, args=args)
+    at_least(flags, 1, "context_length", "report_tokens")
     wanted = flags.mesh.data * flags.mesh.fsdp * flags.mesh.tensor
     devices = jax.devices()
     mesh = make_mesh(flags.mesh, devices[:wanted] if 0 < wanted <= len(devices) else devices)

@@ -23,6 +23,7 @@ from sparsejax import distributed, evaluation
 from sparsejax.data import TokenSource, open_source
 from sparsejax.modules import Options
 from sparsejax.sharding import MeshConfig, check_batch, make_mesh
+from sparsejax.studies.flags import at_least, check_file
 from sparsejax.training.checkpoint import CheckpointError
 
 # What a user can mend: shown as one line, without a traceback.
@@ -99,9 +100,11 @@ def main(args: list[str] | None = None) -> int:
     _refuse(flags, flags.data, "--data", "window", "stride", "mask_documents", "max_tokens")
     _refuse(flags, flags.tasks, "--tasks", "separator")
     _refuse(flags, flags.harness, "--harness", "harness_path", "fewshot", "limit")
-    if flags.out is not None and (flags.out.suffix != ".json" or flags.out.is_dir()):
-        raise ValueError(f"--out must be a .json file, got {flags.out}")
+    at_least(flags, 1, "window", "stride", "max_tokens", "limit", "context_length", "batch_size")
+    at_least(flags, 0, "fewshot")
     distributed.initialize()
+    if jax.process_index() == 0:
+        check_file("--out", flags.out, ".json")
     # What can be wrong with inputs is found before the weights are read.
     if flags.harness:
         evaluation.require_harness()

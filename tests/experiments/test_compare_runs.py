@@ -54,4 +54,10 @@ def test_refusals(script, tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             script.main(script.Args(runs=runs, names=names, out=out))
-    assert not out.exists()
+    for bad, message in (
+        (tmp_path / "figure.xyz", "^--out must end in .png or .pdf or .svg, got "),
+        (a / "metrics.jsonl" / "f.png", "^--out: nothing can be written in the folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            script.main(script.Args(runs=(a, a), names=("x", "y"), out=bad))
+    assert not out.exists() and not (tmp_path / "figure.csv").exists()

@@ -122,6 +122,7 @@ def test_the_report(script, source, tmp_path, capsys):
         (["--from", str(GOLDEN / "qwen2"), "--family", "llama"], "--family has no meaning where"),
         (["--from", str(GOLDEN / "qwen2"), "--step", "3"], "--step has no meaning where"),
         (["--from", str(GOLDEN / "qwen2"), "--report", "x.txt"], "--report needs a tokenizer"),
+        (["--from", "x", "--report-tokens", "0"], "--report-tokens must be at least 1, got 0"),
     ],
 )
 def test_flags_that_do_not_fit(script, tmp_path, flags, message):
