@@ -15,6 +15,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "check_cost.py"
 @pytest.fixture(scope="module")
 def script():
     spec = importlib.util.spec_from_file_location("check_cost", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["check_cost"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
