@@ -33,7 +33,7 @@ from sparsejax.studies.timing import time_variants
 from sparsejax.training.config import TrainConfig
 
 SMOKE = {"preset": "tiny", "layers": 1, "batch_size": 2, "seq_len": 32, "nnz": 8.0, "reps": 2}
-SMOKE |= {"calls": 1, "decode_steps": 3}
+SMOKE |= {"calls": 2, "decode_steps": 3}  # both batches
 
 
 @dataclasses.dataclass(frozen=True)
