@@ -23,6 +23,7 @@ from jax import Array
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from sparsejax.checks import host_ids
 from sparsejax.losses import DEFAULT_CHUNK, check_arguments
 from sparsejax.sharding import BATCH_AXES
 
@@ -55,7 +56,7 @@ def weighted_cross_entropy(
         )
     num_chunks = _divisor_at_least(targets.shape[1], math.ceil(weight.shape[0] / chunk))
     weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
-    return _loss(num_chunks, hidden, weight, targets, weights)
+    return _loss(num_chunks, hidden, weight, host_ids(targets), weights)
 
 
 def pays(rows: int, length: int, vocab: int, chunk: int = DEFAULT_CHUNK) -> bool:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from sparsejax.checks import host_ids
 from sparsejax.sharding import BATCH_AXES, constrain
 
 # Two float32 buffers of tokens x chunk exist at a time in the backward pass: with 2048 entries they
@@ -46,7 +47,7 @@ def cross_entropy(
       ValueError: `chunk` is not positive, or dtypes or shapes do not fit.
     """
     check_arguments("cross_entropy", hidden, weight, targets, chunk)
-    return _cross_entropy(_num_chunks(weight.shape[0], chunk), hidden, weight, targets)
+    return _cross_entropy(_num_chunks(weight.shape[0], chunk), hidden, weight, host_ids(targets))
 
 
 def check_arguments(name: str, hidden: Array, weight: Array, targets: Array, chunk: int) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from sparsejax.attention import Cache
+from sparsejax.checks import host_ids, host_indices, model_config
 from sparsejax.config import ModelConfig
 from sparsejax.modules import Options, Transformer
 from sparsejax.params import check_params
@@ -86,6 +87,7 @@ def forward(
         that are not integers (B, T), or arguments of another shape.
     """
     check_params(config, params)
+    tokens, positions, segment_ids = _from_host(tokens, positions, segment_ids)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
             f"forward: tokens must be integers (B, T), got {tokens.dtype}{list(tokens.shape)}"
@@ -129,7 +131,6 @@ def logits(config: ModelConfig, params: Params, hidden: Hidden) -> Logits:
     return constrain(out, BATCH_AXES, None, "tensor")
 
 
-@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("options",))
 def apply(
     config: ModelConfig,
     params: Params,
@@ -143,10 +144,34 @@ def apply(
 
     Args and errors as `forward`. For training use `sparsejax.losses`, which never holds (B, T, V).
     """
+    model_config("apply", config)
+    # Before they become arguments of a compiled function, which narrows them.
+    tokens, positions, segment_ids = _from_host(tokens, positions, segment_ids)
+    return _apply(config, params, tokens, positions, segment_ids, options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _apply(
+    config: ModelConfig,
+    params: Params,
+    tokens: Array,
+    positions: Array | None,
+    segment_ids: Array | None,
+    options: Options,
+) -> Logits:
     out = forward(
         config, params, tokens, positions=positions, segment_ids=segment_ids, options=options
     )
     return logits(config, params, out.hidden)
+
+
+def _from_host(tokens: Any, positions: Any, segment_ids: Any) -> tuple[Any, Any, Any]:
+    """Arrays of NumPy with 64-bit integers as 32 bits hold them; everything else unchanged."""
+    return (
+        host_ids(tokens),
+        host_indices("forward", "positions", positions),
+        host_indices("forward", "segment_ids", segment_ids),
+    )
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -133,13 +133,21 @@ def check_params(config: ModelConfig, params: Params) -> None:
       params: its parameters, as arrays or `jax.ShapeDtypeStruct`s, of any floating dtype.
 
     Raises:
-      ValueError: lists every missing, extra or misshapen leaf by path.
+      ValueError: lists every missing, extra or misshapen leaf by path; arguments that are swapped
+        or no config and no tree at all.
     """
+    if not isinstance(config, ModelConfig) or not isinstance(params, Mapping):
+        raise ValueError(
+            "config must be a ModelConfig and params a dict of parameters, in this order, got "
+            f"{type(config).__name__} and {type(params).__name__}"
+        )
     expected, got = flatten(param_shapes(config)), flatten(params)
     problems: list[str] = []
     for path, spec in expected.items():
         if path not in got:
             problems.append(f"{path}: missing, expected shape {list(spec.shape)}")
+        elif not hasattr(got[path], "shape"):
+            problems.append(f"{path}: expected an array, got {type(got[path]).__name__}")
         elif tuple(got[path].shape) != spec.shape:
             problems.append(
                 f"{path}: expected shape {list(spec.shape)}, got {list(got[path].shape)}"
@@ -147,7 +155,7 @@ def check_params(config: ModelConfig, params: Params) -> None:
         elif not jnp.issubdtype(got[path].dtype, jnp.floating):
             problems.append(f"{path}: expected a floating dtype, got {got[path].dtype}")
     problems += [
-        f"{path}: not in the config, shape {list(leaf.shape)}"
+        f"{path}: not in the config, shape {list(getattr(leaf, 'shape', ()))}"
         for path, leaf in got.items()
         if path not in expected
     ]

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from sparsejax.checks import whole_number
 from sparsejax.config import AttentionConfig, ModelConfig
 from sparsejax.surgery import leaves
 from sparsejax.surgery.common import (
@@ -14,7 +15,6 @@ from sparsejax.surgery.common import (
     layer_indices,
     put_together,
     take_apart,
-    whole_number,
 )
 from sparsejax.types import Params
 

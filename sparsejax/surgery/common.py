@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from sparsejax.checks import listed, model_config, scalar
 from sparsejax.config import FFNConfig, LayerConfig, ModelConfig
 from sparsejax.params import check_params
 from sparsejax.types import Params
@@ -39,8 +39,10 @@ def layer_indices(function: str, config: ModelConfig, layers: Layers) -> tuple[i
     """`layers` as distinct valid indices, in the order given.
 
     Raises:
-      ValueError: an unknown layer, or one given twice.
+      ValueError: an unknown layer, or one given twice; a config that is none.
     """
+    model_config(function, config)
+    layers = scalar(layers)
     given = list(layers) if isinstance(layers, Iterable) else [layers]
     indices = tuple(_index(function, "layers", config, i) for i in given)
     twice = [i for i in indices if indices.count(i) > 1]
@@ -55,8 +57,11 @@ def check_runs(
     """`runs` as tuples of indices, each consecutive, ascending and of two layers or more.
 
     Raises:
-      ValueError: an unknown layer, a run that is none, or two runs that share a layer.
+      ValueError: an unknown layer, a run that is none, or two runs that share a layer; a config
+        that is none.
     """
+    model_config(function, config)
+    runs = listed(function, argument, runs, "a list of runs of layers such as [range(2, 5)]")
     checked: list[tuple[int, ...]] = []
     owner: dict[int, int] = {}
     for k, run in enumerate(runs):
@@ -103,19 +108,13 @@ def ffn_of(function: str, config: ModelConfig, layer: int) -> FFNConfig:
     return ffn
 
 
-def whole_number(function: str, argument: str, value: Any) -> int:
-    """`value` as a positive Python integer, or ValueError."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
-        raise ValueError(f"{function}: {argument} must be a positive integer, got {value!r}")
-    return operator.index(value)
-
-
 def _index(function: str, argument: str, config: ModelConfig, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    index = scalar(value)
+    if isinstance(index, bool) or not isinstance(index, int):
         raise ValueError(f"{function}: {argument} must hold layer indices, got {value!r}")
-    if not 0 <= operator.index(value) < config.num_layers:
+    if not 0 <= index < config.num_layers:
         known = f"0 to {config.num_layers - 1}" if config.layers else "none at all"
         raise ValueError(
-            f"{function}: {argument} names layer {value}, and the model's layers are {known}"
+            f"{function}: {argument} names layer {index}, and the model's layers are {known}"
         )
-    return operator.index(value)
+    return index

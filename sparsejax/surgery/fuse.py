@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsejax.checks import listed, whole_number
 from sparsejax.config import FFNConfig, LayerConfig, ModelConfig
 from sparsejax.surgery import leaves
 from sparsejax.surgery.common import (
@@ -26,7 +27,6 @@ from sparsejax.surgery.common import (
     layer_indices,
     put_together,
     take_apart,
-    whole_number,
 )
 from sparsejax.types import Params
 
@@ -179,7 +179,8 @@ def split_ffn(
             f"{name}: layer {index} has attention, whose output only the first part would read; "
             f"remove it first: remove_attention(config, params, {index})"
         )
-    sizes = tuple(whole_number(name, f"widths[{k}]", w) for k, w in enumerate(widths))
+    given = listed(name, "widths", widths, "a list of two numbers of neurons or more")
+    sizes = tuple(whole_number(name, f"widths[{k}]", w) for k, w in enumerate(given))
     if len(sizes) < 2 or sum(sizes) != ffn.d_ff:
         raise ValueError(
             f"{name}: widths must be two or more that add up to layer {index}'s d_ff = {ffn.d_ff}, "

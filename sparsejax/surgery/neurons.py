@@ -13,9 +13,9 @@ from jax import Array
 
 from pallas_kernels.gated_ffn import reference
 from pallas_kernels.gated_ffn.output import ACTIVATIONS
+from sparsejax.checks import host_batches, model_config, numbers
 from sparsejax.config import ModelConfig
 from sparsejax.modules import Transformer
-from sparsejax.params import check_params
 from sparsejax.sharding import gather_fsdp
 from sparsejax.surgery import leaves
 from sparsejax.surgery.common import (
@@ -57,7 +57,7 @@ def permute_neurons(
     name = "permute_neurons"
     (index,) = layer_indices(name, config, [layer])
     width = ffn_of(name, config, index).d_ff
-    order = np.asarray(permutation)
+    order = numbers(name, "permutation", permutation)
     if order.shape != (width,) or order.dtype.kind not in "iu":
         raise ValueError(
             f"{name}: permutation must hold layer {index}'s {width} neurons as integers, got "
@@ -111,35 +111,43 @@ def channel_contribution(
       {layer: (F,) float64}.
 
     Raises:
-      ValueError: no tokens in `batches`, an unknown layer, or one without feed-forward part.
+      ValueError: no tokens in `batches`, batches that are none, an unknown layer or one without
+        feed-forward part, parameters that do not fit or are shapes alone, or contributions that are
+        NaN or infinite.
 
     Source: "channel contribution" of Puzzle, arXiv 2411.19146.
     """
+    # Analyses stand on surgery.
+    from sparsejax.analysis.steps import Walk, read_batches
+
     name = "channel_contribution"
+    model_config(name, config)
     chosen = layer_indices(name, config, config.ffn_layers if layers is None else layers)
     for i in chosen:
         ffn_of(name, config, i)
-    check_params(config, params)
+    # Checks the parameters; the model is run in one piece.
+    Walk(config, params)
     sums: dict[int, Any] = dict.fromkeys(chosen, 0.0)
     tokens = 0
-    for batch in batches:
-        batch = batch if isinstance(batch, dict) else {"tokens": batch}
-        ids = batch["tokens"]
-        if ids.ndim != 2:
-            raise ValueError(f"{name}: batches must hold tokens (B, T), got {list(ids.shape)}")
-        mask = batch.get("loss_mask")
-        mask = np.ones(ids.shape, bool) if mask is None else mask
+    for batch in read_batches(name, host_batches(name, batches)):
         found = _absolute_sums(
-            config, chosen, params, ids, batch.get("positions"), batch.get("segment_ids"), mask
+            config, chosen, params, batch.tokens, batch.positions, batch.segment_ids, batch.mask
         )
         # Fetched at once: one batch in flight.
         sums = {i: sums[i] + np.asarray(found[i], np.float64) for i in chosen}
-        tokens += int(np.sum(np.asarray(mask)))
-    if tokens == 0:
-        raise ValueError(f"{name}: batches hold no tokens to average over")
+        tokens += batch.count
     down = {i: params[f"layer_{i}"]["ffn"]["down"] for i in chosen}
     norms = {i: np.asarray(_row_norms(down[i]), np.float64) for i in chosen}
-    return {i: sums[i] / tokens * norms[i] for i in chosen}
+    result = {i: sums[i] / tokens * norms[i] for i in chosen}
+    for i, values in result.items():
+        wrong = np.flatnonzero(~np.isfinite(values))
+        if wrong.size:
+            raise ValueError(
+                f"{name}: contributions of {wrong.size} of layer {i}'s {values.size} neurons are "
+                "not finite: ids outside the vocabulary (masked positions need valid ones too), or "
+                "parameters that are not finite or overflow in the model's dtype"
+            )
+    return result
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

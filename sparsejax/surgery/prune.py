@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
+from sparsejax.checks import model_config, numbers, scalar, whole_number
 from sparsejax.config import FFNConfig, ModelConfig
 from sparsejax.surgery import leaves
 from sparsejax.surgery.common import (
@@ -17,7 +19,6 @@ from sparsejax.surgery.common import (
     layer_indices,
     put_together,
     take_apart,
-    whole_number,
 )
 from sparsejax.surgery.neurons import channel_contribution, take_neurons
 from sparsejax.types import Params
@@ -197,6 +198,7 @@ def drop_dead_neurons(
     from sparsejax.analysis.activations import ActivationStats
 
     name = "drop_dead_neurons"
+    model_config(name, config)
     chosen = layer_indices(name, config, config.sparse_layers if layers is None else layers)
     if isinstance(batches, ActivationStats):
         scores = {i: batches.of_layer(i).fired for i in chosen}
@@ -218,7 +220,8 @@ def _plan(
     shapes_only: bool,
 ) -> PrunedLayer:
     """What stays of one layer, after all checks."""
-    if np.ndim(keep):
+    keep = scalar(keep)
+    if isinstance(keep, Sequence | np.ndarray | jax.Array | range) and not isinstance(keep, str):
         kept = _indices(layer, ffn, keep, multiple)
     else:
         width = _width(layer, ffn, keep, multiple)
@@ -242,16 +245,16 @@ def _plan(
 
 
 def _width(layer: int, ffn: FFNConfig, keep: Any, multiple: int) -> int:
-    if isinstance(keep, bool | np.bool_):
+    if isinstance(keep, bool):
         raise ValueError(f"prune_ffn: keep must be neurons, a number or a fraction, got {keep!r}")
-    if isinstance(keep, float | np.floating):
+    if isinstance(keep, float):
         if not 0 < keep <= 1:
             raise ValueError(
                 f"prune_ffn: keep must be a fraction in (0, 1] or an integer, got {keep!r} for "
                 f"layer {layer}; remove_ffn drops a whole feed-forward part"
             )
         # Not 8 neurons for a tenth of 70, which is 7.000000000000001 in floating point.
-        width = math.ceil(round(float(keep) * ffn.d_ff, 6))
+        width = math.ceil(round(keep * ffn.d_ff, 6))
     else:
         width = whole_number("prune_ffn", f"keep for layer {layer}", keep)
         if width > ffn.d_ff:
@@ -262,7 +265,7 @@ def _width(layer: int, ffn: FFNConfig, keep: Any, multiple: int) -> int:
 
 
 def _indices(layer: int, ffn: FFNConfig, keep: Any, multiple: int) -> np.ndarray:
-    kept = np.asarray(keep)
+    kept = numbers("prune_ffn", f"keep for layer {layer}", keep)
     if kept.ndim != 1 or kept.size == 0:
         raise ValueError(
             f"prune_ffn: keep must list one neuron of layer {layer} or more, got shape "
@@ -296,7 +299,7 @@ def _indices(layer: int, ffn: FFNConfig, keep: Any, multiple: int) -> np.ndarray
 def _score(layer: int, ffn: FFNConfig, score: Any) -> np.ndarray | None:
     if score is None:
         return None
-    score = np.asarray(score, np.float64)
+    score = numbers("prune_ffn", f"scores of layer {layer}", score).astype(np.float64)
     if score.shape != (ffn.d_ff,):
         raise ValueError(
             f"prune_ffn: scores of layer {layer} must have shape [{ffn.d_ff}], got "

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparsejax.checks import model_config, real_number
 from sparsejax.config import ModelConfig
 from sparsejax.surgery import leaves
 from sparsejax.surgery.common import Layers, ffn_of, layer_indices, put_together, take_apart
@@ -78,12 +79,17 @@ def relufy(
     Source: arXiv 2603.23198 names continued training of dense models with L1 as future work.
     """
     name = "relufy"
+    model_config(name, config)
     dense = [
         i for i, layer in enumerate(config.layers) if layer.ffn and layer.ffn.activation != "relu"
     ]
     if layers is None and not dense:
         raise ValueError(f"{name}: every feed-forward layer of this model has ReLU already")
     chosen = layer_indices(name, config, dense if layers is None else layers)
+    if not chosen:
+        raise ValueError(
+            f"{name}: layers is empty; name one layer or more, or None for all of {dense}"
+        )
     thresholds = _thresholds(name, threshold, chosen)
     parts = take_apart(config, params)
     report = []
@@ -127,10 +133,13 @@ def _thresholds(
         values = {i: threshold[i] for i in chosen}
     else:
         values = dict.fromkeys(chosen, threshold)
+    found: dict[int, float] = {}
     for i, value in values.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{name}: threshold must be finite, got {value} for layer {i}")
-    return {i: float(value) for i, value in values.items()}
+        argument, expected = f"threshold for layer {i}", "a finite number"
+        found[i] = real_number(name, argument, value, expected)
+        if not math.isfinite(found[i]):
+            raise ValueError(f"{name}: {argument} must be {expected}, got {value!r}")
+    return found
 
 
 def _shifted(layer: int, ffn: Params, threshold: float) -> Any:

@@ -77,6 +77,9 @@ def test_targets_outside_the_vocabulary(case):
     weights = weights.at[0, 0].set(1.0).at[1, 1].set(0.0)
     bad = targets.at[0, 0].set(V)
     assert np.isnan(weighted_cross_entropy(h, w, bad, weights))
+    # 64 bits from NumPy, which JAX would narrow to the id itself.
+    wide = np.asarray(targets, np.int64) + np.where(np.asarray(bad) == V, 2**32, 0)
+    assert np.isnan(weighted_cross_entropy(h, w, wide, weights))  # pyright: ignore
     ignored = targets.at[1, 1].set(-1)
     np.testing.assert_allclose(
         weighted_cross_entropy(h, w, ignored, weights),

@@ -102,6 +102,9 @@ def test_a_target_outside_the_vocabulary_gives_nan_there_only():
     bad = targets.at[0, 0].set(97).at[1, 2].set(-1).at[2, 4].set(99)  # 99: within the padding
     got = jax.jit(functools.partial(cross_entropy, chunk=10))(hidden, weight, bad)
     assert np.argwhere(np.isnan(got)).tolist() == [[0, 0], [1, 2], [2, 4]]
+    # 64 bits from NumPy, which JAX would narrow to the id itself.
+    wide = np.asarray(targets, np.int64) + np.where(np.isnan(got), 2**32, 0)
+    np.testing.assert_array_equal(np.isnan(cross_entropy(hidden, weight, wide)), np.isnan(got))  # pyright: ignore
     fine = np.isfinite(got)
     close(got[fine], reference(hidden, weight, targets, targets)[0][fine])
 

@@ -44,6 +44,7 @@ def test_wrong_orders():
         (ORDER * 1.0, "as integers, got float64[30]"),
         (ORDER + 1, "permutation must hold 0 to 29, got 30"),
         (ORDER - 1, "permutation must hold 0 to 29, got -1"),
+        ([[1, 2], [3]], "permutation must hold numbers in equal rows, got [[1, 2], [3]]"),
         ([0, 1, 1, *range(3, 30)], "every neuron once; 1 comes 2 times and 2 not at all"),
     ):
         with pytest.raises(ValueError, match=re.escape("permute_neurons: ")) as caught:
@@ -120,5 +121,62 @@ def test_nothing_to_average():
     params = random_params(CONFIG)
     with pytest.raises(ValueError, match="batches hold no tokens to average over"):
         channel_contribution(CONFIG, params, [])
-    with pytest.raises(ValueError, match=r"batches must hold tokens \(B, T\), got \[9\]"):
+    told = r"batches must hold integer tokens \(B, T\), got int64\[9\]"
+    with pytest.raises(ValueError, match=told):
         channel_contribution(CONFIG, params, [TOKENS[0]])
+
+
+def test_a_mask_counts_positions_whatever_its_type():
+    params = random_params(CONFIG)
+    keep = np.arange(18).reshape(2, 9) % 3 != 0
+    with jax.default_matmul_precision("highest"):
+        for mask in (keep * 0.5, keep * 2):
+            batch = {"tokens": TOKENS, "positions": None, "loss_mask": mask}
+            got = channel_contribution(CONFIG, params, [batch], layers=1)[1]
+            close(got, written_out(params, TOKENS, 1, keep))
+
+
+def test_batches_that_are_none():
+    params = random_params(CONFIG)
+    for batches, message in (
+        (5, "batches must be an iterable of batches, got 5"),
+        (None, "batches must be an iterable of batches, got None"),
+        ({"tokens": TOKENS}, "for a single one pass [batch]"),
+        ([{"ids": TOKENS}], "a batch needs 'tokens', got ['ids']"),
+        ([TOKENS * 1.0], "integer tokens (B, T), got float64[2, 9]"),
+        ([TOKENS > 3], "integer tokens (B, T), got bool[2, 9]"),
+        ([None], "tokens of a batch must hold numbers in equal rows, got None"),
+        (
+            [{"tokens": TOKENS, "loss_mask": np.ones((1, 9))}],
+            "loss_mask must have tokens' shape [2, 9], got [1, 9]",
+        ),
+        (
+            [{"tokens": TOKENS, "positions": [1, 2]}],
+            "positions must have tokens' shape [2, 9], got [2]",
+        ),
+        (
+            [{"tokens": TOKENS, "positions": TOKENS + 2**40}],
+            f"positions must hold integers of 32 bits, got {TOKENS[0, 0] + 2**40}",
+        ),
+        ([TOKENS + 1000], "contributions of 30 of layer 0's 30 neurons are not finite: ids"),
+        ([TOKENS + 2**32], "contributions of 30 of layer 0's 30 neurons are not finite: ids"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            channel_contribution(CONFIG, params, batches)  # pyright: ignore[reportArgumentType]
+        assert str(caught.value).startswith("channel_contribution: ")
+    with pytest.raises(ValueError, match="embed/embedding is a shape alone"):
+        channel_contribution(CONFIG, param_shapes(CONFIG), [TOKENS])
+    down = params["layer_2"]["ffn"]["down"]
+    params["layer_2"]["ffn"]["down"] = down.at[3, 0].set(jnp.nan)
+    # Layers before it do not know; of the layer itself only that neuron.
+    assert list(channel_contribution(CONFIG, params, [TOKENS], [0, 1])) == [0, 1]
+    with pytest.raises(ValueError, match="contributions of 1 of layer 2's 30 neurons are not fin"):
+        channel_contribution(CONFIG, params, [TOKENS])
+
+
+def test_lists_are_batches_too():
+    params = random_params(CONFIG)
+    want = channel_contribution(CONFIG, params, [TOKENS])
+    got = channel_contribution(CONFIG, params, [TOKENS.tolist()])
+    for layer, values in want.items():
+        np.testing.assert_array_equal(got[layer], values)

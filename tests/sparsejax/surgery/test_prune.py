@@ -158,6 +158,23 @@ def test_under_jit():
         np.testing.assert_array_equal(leaf, flatten(want)[path], err_msg=path)
 
 
+def test_numbers_of_other_libraries():
+    shapes = param_shapes(CONFIG)
+    for keep, want in (
+        (jnp.float32(0.5), 15),
+        (np.array(0.5), 15),
+        (np.array(7), 7),
+        (jnp.array(7), 7),
+        # As 0.1 would: float32's own value is a little more, and would round up to 4.
+        (np.float32(0.1), 3),
+        (jnp.bfloat16(0.1), 3),
+        (np.array([4, 9]), 2),
+    ):
+        config, _, report = prune_ffn(CONFIG, shapes, np.array(0), keep=keep)  # pyright: ignore
+        assert report.layers[0].after == want == config.layers[0].ffn.d_ff
+        assert report.layers[0].layer == 0
+
+
 def test_wrong_requests():
     params = random_params(CONFIG)
     good = np.ones(30)
@@ -167,6 +184,14 @@ def test_wrong_requests():
         "keep must list neurons 0 to 29 of layer 0, got -1": {"keep": [-1]},
         "keep lists neuron 4 of layer 0 more than once": {"keep": [4, 3, 4]},
         "as integers, got bool; of a mask take np.flatnonzero(mask)": {"keep": np.ones(30, bool)},
+        "keep for layer 0 must hold numbers in equal rows, got [[1, 2], [3]]": {
+            "keep": [[1, 2], [3]]
+        },
+        "a number or a fraction, got True": {"keep": np.True_},
+        "scores of layer 0 must hold numbers in equal rows, got 'abc'": {
+            "keep": 2,
+            "scores": "abc",
+        },
         "keep lists 3 neurons of layer 0, not a multiple of multiple = 2": {
             "keep": [1, 2, 3],
             "multiple": 2,

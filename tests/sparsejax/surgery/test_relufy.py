@@ -119,7 +119,9 @@ def test_on_a_mesh_on_shapes_and_under_jit(params):
         (2, 0.0, r"layer 2 has ReLU already; layers with another activation: \[0, 1\]"),
         (3, 0.0, "names layer 3"),
         ([0, 0], 0.0, "more than once"),
-        (None, float("nan"), "threshold must be finite, got nan for layer 0"),
+        (None, float("nan"), "threshold for layer 0 must be a finite number, got nan"),
+        (None, "a", "threshold for layer 0 must be a finite number, got 'a'"),
+        ([], 0.0, r"layers is empty; name one layer or more, or None for all of \[0, 1\]"),
         (None, {0: 0.1}, r"an entry for each of layers \[0, 1\], got \[0\]"),
     ],
 )
