@@ -12,7 +12,9 @@ import numpy as np
 from sparsejax import surgery
 from sparsejax.analysis.choices import Choice, choice_of
 from sparsejax.analysis.cost import LayerCosts
+from sparsejax.analysis.programme import Programme
 from sparsejax.analysis.scores import BlockScores, full_grid
+from sparsejax.checks import model_config, real_number, whole_number
 from sparsejax.config import ModelConfig
 from sparsejax.types import Params
 
@@ -51,11 +53,14 @@ def select_architecture(
     """argmin over choices c_i of sum_i score_i(c_i) such that every limited total cost fits.
 
     Solved exactly, as an integer programme (HiGHS): one variable per choice of each layer, or of
-    each group of layers that are alike. Totals keep to the limits as computed in float64. Scores
-    of single layers are summed, which ignores that layers changed together may lose more or less.
+    each group of layers that are alike. Totals keep to the limits as computed in float64, and sums
+    of scores (above each layer's least) are told apart from a relative difference of 1e-10 on,
+    however large the scores of choices that are not taken. Scores of single layers are summed,
+    which ignores that layers changed together may lose more or less.
 
     Args:
-      scores: what `block_scores` gives, or {layer: {Choice: score}}; layers 0, 1, ... m - 1.
+      scores: what `block_scores` gives, or {layer: {Choice: score}}; layers 0, 1, ... m - 1. An
+        infinite score means never.
       costs: what `cost.layer_costs` gives, or measured numbers in its place.
       limits: {name: most}, names in `costs`: "latency" and "prefill_latency" in seconds, "memory"
         (each device) and "kv_cache" in bytes, "parameters".
@@ -67,18 +72,22 @@ def select_architecture(
 
     Raises:
       ValueError: limits that nothing keeps to (says which, and by how much), unknown names, costs
-        missing, or numbers that are not finite.
+        missing, or numbers that are not finite (but for infinite scores).
 
     Source: mixed-integer search of Puzzle, arXiv 2411.19146.
     """
     table = scores.kl if isinstance(scores, BlockScores) else scores
     offered, sums = _offered(table, combine)
+    if not isinstance(limits, Mapping):
+        raise ValueError(f"{_NAME}: limits must be a dict of {{name: most}}, got {limits!r}")
+    limits = {n: real_number(_NAME, f"limits[{n!r}]", most) for n, most in limits.items()}
     _check_costs(offered, costs, limits)
     keys = [(i, c) for i, found in offered.items() for c in found]
     objective = np.array([offered[i][c] for i, c in keys])
     rows = {name: np.array([costs.layers[name][i][c] for i, c in keys]) for name in limits}
     room = {name: limits[name] - costs.fixed[name] for name in limits}
-    found = _solve(keys, objective, rows, room, lambda cs: _over(cs, costs, limits))
+    programme = Programme(keys, rows, room, lambda cs: _over(cs, costs, limits))
+    found = programme.solve(objective)
     if found is None:
         raise ValueError(_infeasible(keys, rows, costs, limits))
     names = [n for n, table in costs.layers.items() if all(c in table[i] for i, c in found.items())]
@@ -110,6 +119,7 @@ def apply_selection(
     Raises:
       ValueError: a selection for another model, or narrow layers without contributions.
     """
+    model_config("apply_selection", config)
     now = [choice_of(layer) for layer in config.layers]
     chosen = selection.choices
     if len(chosen) != len(now):
@@ -141,7 +151,10 @@ def _offered(
     table: Scores, combine: bool
 ) -> tuple[dict[int, dict[Choice, float]], set[tuple[int, Choice]]]:
     """Scores of all choices on offer, and which of them are sums."""
-    if sorted(table) != list(range(len(table))):
+    expected = "scores must be BlockScores or {layer: {Choice: score}}"
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{_NAME}: {expected}, got {type(table).__name__}")
+    if any(i not in table for i in range(len(table))):
         raise ValueError(
             f"{_NAME}: scores must have the keys 0, 1, ... for the layers in order, got "
             f"{list(table)}"
@@ -149,34 +162,60 @@ def _offered(
     offered: dict[int, dict[Choice, float]] = {}
     sums: set[tuple[int, Choice]] = set()
     for i in range(len(table)):
-        found = {Choice(*c): float(score) for c, score in table[i].items()}
-        if not found:
+        if not isinstance(table[i], Mapping):
+            raise ValueError(f"{_NAME}: {expected}, got {table[i]!r} for layer {i}")
+        own = {_choice(i, c): _score(i, c, score) for c, score in table[i].items()}
+        if not own:
             raise ValueError(f"{_NAME}: scores offer nothing for layer {i}")
-        for choice, score in found.items():
-            if not math.isfinite(score):
-                raise ValueError(f"{_NAME}: the score of layer {i} as {choice} is {score}")
+        found = {c: score for c, score in own.items() if score < math.inf}
+        if not found:
+            raise ValueError(
+                f"{_NAME}: limits cannot be kept: every score of layer {i} is infinite, which "
+                "means never; give one of its choices a finite score"
+            )
         if combine:
-            whole = Choice(max(c.attention for c in found), max(c.d_ff for c in found))
+            whole = Choice(max(c.attention for c in own), max(c.d_ff for c in own))
             base = found.get(whole)
-            for choice in full_grid(found):
+            for choice in full_grid(own):
                 parts = Choice(choice.attention, whole.d_ff), Choice(whole.attention, choice.d_ff)
-                if choice not in found and base is not None and all(p in table[i] for p in parts):
-                    found[choice] = sum(table[i][p] for p in parts) - base
+                if choice not in own and base is not None and all(p in found for p in parts):
+                    found[choice] = sum(found[p] for p in parts) - base
                     sums.add((i, choice))
         offered[i] = found
     return offered, sums
 
 
+def _choice(layer: int, key: Any) -> Choice:
+    try:
+        attention, d_ff = key
+    except (TypeError, ValueError):
+        attention = d_ff = None
+    if not isinstance(attention, bool | np.bool_) or isinstance(key, str):
+        raise ValueError(
+            f"{_NAME}: scores of layer {layer} must have keys Choice(attention, d_ff), got {key!r}"
+        )
+    width = whole_number(_NAME, f"d_ff in scores of layer {layer}", d_ff, least=0)
+    return Choice(bool(attention), width)
+
+
+def _score(layer: int, choice: Any, score: Any) -> float:
+    told = f"the score of layer {layer} as {choice}"
+    value = real_number(_NAME, told, score, "a number, or infinity for never")
+    if value == -math.inf or 1e300 < abs(value) < math.inf:
+        raise ValueError(
+            f"{_NAME}: {told} must lie within 1e300, or be infinite for never, got {value}"
+        )
+    return value
+
+
 def _check_costs(
     offered: Mapping[int, Mapping[Choice, float]], costs: LayerCosts, limits: Mapping[str, float]
 ) -> None:
-    for name, limit in limits.items():
+    for name in limits:
         if name not in costs.layers or name not in costs.fixed:
             raise ValueError(
                 f"{_NAME}: limits names {name!r}, and costs are known of {sorted(costs.layers)}"
             )
-        if math.isnan(limit):
-            raise ValueError(f"{_NAME}: limits[{name!r}] must be a number, got {limit}")
         for i, found in offered.items():
             for choice in found:
                 value = costs.layers[name].get(i, {}).get(choice, math.nan)
@@ -190,84 +229,6 @@ def _check_costs(
 def _over(choices: Mapping[int, Choice], costs: LayerCosts, limits: Mapping[str, float]) -> bool:
     ordered = [choices[i] for i in sorted(choices)]
     return any(costs.total(name, ordered) > limit for name, limit in limits.items())
-
-
-def _solve(keys, objective, rows, room, over) -> dict[int, Choice] | None:
-    """The best choices, or None if none keep to the limits.
-
-    Layers with the same scores and costs are one group, of which the programme says how many take
-    each choice: one by one, their many equal permutations would cost the solver minutes. Where its
-    tolerance lets a solution pass that is over a limit after all, layers are told apart, and that
-    one combination is forbidden.
-    """
-    columns: dict[int, list[int]] = {}
-    for column, (i, _) in enumerate(keys):
-        columns.setdefault(i, []).append(column)
-    groups: dict[Any, list[int]] = {}
-    for i, mine in columns.items():
-        told = [(keys[c][1], objective[c], *(row[c] for row in rows.values())) for c in mine]
-        groups.setdefault(tuple(told), []).append(i)
-    alike, apart = list(groups.values()), [[i] for i in columns]
-    forbidden: list[list[int]] = []
-    while len(forbidden) < 1000:
-        now = apart if forbidden else alike
-        found = _programme(now, columns, objective, rows, room, forbidden)
-        if found is None:
-            return None
-        choices = {i: keys[c][1] for i, c in found.items()}
-        if not over(choices):
-            return choices
-        forbidden.append(list(found.values()))
-    raise ValueError(
-        f"{_NAME}: 1000 combinations lie within rounding of a limit; raise it a little"
-    )
-
-
-def _programme(groups, columns, objective, rows, room, forbidden) -> dict[int, int] | None:
-    """The integer programme: {layer: column of the choice taken}, or None if infeasible."""
-    from scipy import optimize as scipy_optimize
-
-    optimize: Any = scipy_optimize  # its types know bounds that are numbers only
-
-    if not groups:
-        return {} if all(r >= 0 for r in room.values()) else None
-    # One variable per group and choice, at the column of the group's first layer.
-    used = np.array([c for group in groups for c in columns[group[0]]])
-    sizes = np.array([len(group) for group in groups for _ in columns[group[0]]])
-    member = np.array([[c in columns[group[0]] for c in used] for group in groups], float)
-    constraints = [
-        optimize.LinearConstraint(member, [len(g) for g in groups], [len(g) for g in groups])
-    ]
-    for name, row in rows.items():
-        if room[name] == math.inf:
-            continue
-        # The solver's tolerance is absolute, 1e-6: bytes and seconds become numbers around 1000.
-        scale = 1e3 / max(np.abs(row).max(), abs(room[name]) / len(columns), 1e-300)
-        constraints.append(
-            optimize.LinearConstraint(row[used] * scale, -np.inf, room[name] * scale)
-        )
-    for taken in forbidden:
-        constraints.append(
-            optimize.LinearConstraint(np.isin(used, taken).astype(float), -np.inf, len(columns) - 1)
-        )
-    spread = np.abs(objective).max()
-    result = optimize.milp(
-        objective[used] * (1e5 / spread if spread > 0 else 1.0),
-        constraints=constraints,
-        integrality=np.ones(len(used)),
-        bounds=optimize.Bounds(0, sizes),
-        options={"mip_rel_gap": 0.0},
-    )
-    if result.x is None:
-        if result.status != 2:
-            raise ValueError(f"{_NAME}: the solver stopped: {result.message}")
-        return None
-    counts = dict(zip(used.tolist(), np.round(result.x).astype(int).tolist(), strict=True))
-    found: dict[int, int] = {}
-    for group in groups:
-        order = [k for k, c in enumerate(columns[group[0]]) for _ in range(counts[c])]
-        found |= {i: columns[i][k] for i, k in zip(group, order, strict=True)}
-    return dict(sorted(found.items()))
 
 
 def _infeasible(keys, rows, costs: LayerCosts, limits: Mapping[str, float]) -> str:
@@ -290,7 +251,8 @@ def _infeasible(keys, rows, costs: LayerCosts, limits: Mapping[str, float]) -> s
     for name, row in rows.items():
         others = {n: r for n, r in rows.items() if n != name}
         kept = {n: limits[n] for n in others}
-        best = _solve(keys, row, others, room, lambda cs, kept=kept: _over(cs, costs, kept))
+        programme = Programme(keys, others, room, lambda cs, kept=kept: _over(cs, costs, kept))
+        best = programme.solve(row)
         if best is not None:
             least = costs.total(name, [best[i] for i in sorted(best)])
             told.append(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sparsejax import surgery
+from sparsejax.checks import scalar
 from sparsejax.config import LayerConfig, ModelConfig
 from sparsejax.params import param_shapes
 
@@ -37,15 +37,16 @@ class Variant:
     ffn: float | int = 1.0
 
     def __post_init__(self):
-        value: Any = self.ffn
-        if hasattr(value, "__index__") and not isinstance(value, bool):
-            value = operator.index(value)
+        attention, value = scalar(self.attention), scalar(self.ffn)
+        if not isinstance(attention, bool):
+            raise ValueError(f"Variant: attention must be True or False, got {self.attention!r}")
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         if not whole and not (isinstance(value, float) and 0 <= value <= 1):
             raise ValueError(
                 "Variant: ffn must be a fraction (float in [0, 1]) or a number of neurons (int), "
                 f"got {self.ffn!r}"
             )
+        object.__setattr__(self, "attention", attention)
         object.__setattr__(self, "ffn", value)
 
 
@@ -82,3 +83,18 @@ def resolve(layer: LayerConfig, variant: Variant, multiple: int = 1) -> Choice |
         width = plan[2].layers[0].after
     choice = Choice(now.attention and variant.attention, width)
     return None if choice == now else choice
+
+
+def why_unchanged(config: ModelConfig, variant: Variant, multiple: int) -> str:
+    """Why `variant` changes no layer of the model, and what would."""
+    widths = sorted({layer.ffn.d_ff for layer in config.layers if layer.ffn is not None})
+    if any(resolve(layer, variant) is not None for layer in config.layers):
+        return (
+            f"what stays of the widths {widths}, rounded up to multiple = {multiple}, is all of "
+            "them; lower multiple or ffn"
+        )
+    if isinstance(variant.ffn, int) and widths and variant.ffn >= widths[-1]:
+        return f"the widths are {widths}, and ffn = {variant.ffn} is no less; lower ffn"
+    if not variant.attention:
+        return "no layer has attention to remove; leave it out"
+    return "it asks for nothing that a layer has to give; leave it out"

@@ -6,7 +6,7 @@ import csv
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ import numpy as np
 from jax import Array
 
 from sparsejax import surgery
-from sparsejax.analysis.choices import Choice, Variant, choice_of, resolve
+from sparsejax.analysis.choices import Choice, Variant, choice_of, resolve, why_unchanged
 from sparsejax.analysis.kl import CHUNK, kl_divergence
 from sparsejax.analysis.steps import Batch, Walk, add, on_mesh, read_batches
 from sparsejax.analysis.tokenwise import input_output, not_finite
+from sparsejax.checks import host_batches, listed, whole_number
 from sparsejax.config import LayerConfig, ModelConfig
 from sparsejax.model import head_weight
 from sparsejax.types import Params
@@ -161,9 +162,11 @@ def block_scores(
     Fusion, arXiv 2503.18908.
     """
     walk = Walk(config, params)
+    multiple = whole_number(_NAME, "multiple", multiple)
     if variants is None:
         parts = ((NO_ATTENTION, config.attention_layers), (NO_FFN, config.ffn_layers))
         variants = [variant for variant, layers in parts if layers]
+    variants = listed(_NAME, "variants", variants, "a list of Variant(...)")
     choices = _resolve_all(config, tuple(variants), multiple)
     narrow = {
         (i, c.d_ff)
@@ -179,7 +182,9 @@ def block_scores(
                 "missing"
             )
         if contributions is None:
-            batches = _plain(batches)
+            # To go through twice, without fields that analyses do not read.
+            batches = host_batches(_NAME, batches)
+            batches = list(batches) if isinstance(batches, Iterator) else batches
             layers = sorted({i for i, _ in narrow})
             with on_mesh(params):
                 contributions = surgery.channel_contribution(config, params, batches, layers)
@@ -187,7 +192,7 @@ def block_scores(
     m = config.num_layers
     cosine, norm, used, tokens, seen = np.zeros(m), np.zeros(m), np.zeros(m), 0, 0
     with on_mesh(params):
-        for batch in read_batches(_NAME, batches):
+        for batch in read_batches(_NAME, host_batches(_NAME, batches)):
             parent, statistics, found = jax.device_get(
                 _score_batch(walk, params, batch, choices, contributions, chunk)
             )
@@ -216,15 +221,6 @@ def block_scores(
     return BlockScores(kl, cosine, norm, kept, tokens, walk.forwards() / seen)
 
 
-def _plain(batches: Iterable[Any]) -> list[Any]:
-    """Batches to go through twice, without fields that analyses do not read."""
-    fields = ("tokens", "positions", "segment_ids", "loss_mask")
-    return [
-        {k: v for k, v in b.items() if k in fields and v is not None} if isinstance(b, dict) else b
-        for b in batches
-    ]
-
-
 def _resolve_all(
     config: ModelConfig, variants: tuple[Variant, ...], multiple: int
 ) -> dict[int, tuple[Choice, ...]]:
@@ -241,7 +237,8 @@ def _resolve_all(
             if (choice := known[key]) is not None:
                 choices[i][choice], changes = None, True
         if not changes:
-            raise ValueError(f"{_NAME}: {variant} changes no layer of this model; leave it out")
+            reason = why_unchanged(config, variant, multiple)
+            raise ValueError(f"{_NAME}: {variant} changes no layer of this model: {reason}")
     return {i: tuple(found) for i, found in choices.items()}
 
 

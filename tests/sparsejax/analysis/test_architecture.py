@@ -189,6 +189,8 @@ def test_wrong_requests():
     for limits, message in (
         ({"speed": 1.0}, "limits names 'speed', and costs are known of ['latency', 'memory'"),
         ({"latency": math.nan}, "limits['latency'] must be a number, got nan"),
+        ({"latency": "x"}, "limits['latency'] must be a number, got 'x'"),
+        (["latency"], "limits must be a dict of {name: most}, got ['latency']"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             select_architecture(scores, costs, limits)
@@ -198,6 +200,14 @@ def test_wrong_requests():
         select_architecture({**scores, 1: {}}, costs, {})
     with pytest.raises(ValueError, match=r"keys 0, 1, \.\.\. for the layers in order"):
         select_architecture({1: scores[0]}, costs, {})
+    for wrong, message in (
+        ({"a": 1.0}, "scores of layer 0 must have keys Choice(attention, d_ff), got 'a'"),
+        ({(True, 0.5): 1.0}, "d_ff in scores of layer 0 must be an integer from 0 on, got 0.5"),
+        ({GRID[0]: "x"}, "must be a number, or infinity for never, got 'x'"),
+        ({GRID[0]: -math.inf}, "must lie within 1e300, or be infinite for never, got -inf"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            select_architecture({0: wrong}, costs, {})  # pyright: ignore[reportArgumentType]
     del costs.layers["memory"][2][GRID[3]]
     with pytest.raises(ValueError, match=re.escape("costs.layers['memory'][2] must hold a finite")):
         select_architecture(scores, costs, {"memory": 1e15})

@@ -240,6 +240,22 @@ def test_wrong_requests():
     for variant in (Variant(), Variant(ffn=18), Variant(ffn=17)):
         with pytest.raises(ValueError, match="changes no layer of this model"):
             block_scores(UNIFORM, params, BATCHES, [variant])
+    for variant, multiple, told in (
+        (
+            Variant(ffn=0.75),
+            64,
+            "what stays of the widths [17], rounded up to multiple = 64, is all of them; lower "
+            "multiple or ffn",
+        ),
+        (Variant(ffn=18), 1, "the widths are [17], and ffn = 18 is no less; lower ffn"),
+        (Variant(), 1, "it asks for nothing that a layer has to give; leave it out"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            block_scores(UNIFORM, params, BATCHES, [variant], multiple=multiple)
+    with pytest.raises(ValueError, match="attention must be True or False, got 1"):
+        Variant(attention=1)  # pyright: ignore[reportArgumentType]
+    assert Variant(ffn=np.float32(0.5)) == Variant(ffn=jnp.array(0.5)) == Variant(ffn=0.5)  # pyright: ignore
+    assert Variant(np.False_, np.int64(3)) == Variant(False, 3)  # pyright: ignore
     with pytest.raises(ValueError, match=re.escape("variants must be Variant(...), got 0.5")):
         block_scores(UNIFORM, params, BATCHES, [0.5])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="block_scores: batches hold no tokens"):
