@@ -23,6 +23,7 @@ from jax import Array
 
 from pallas_kernels.gated_ffn import reference
 from sparsejax.analysis.steps import Stream, Walk, add, on_mesh, read_batches
+from sparsejax.checks import host_batches, model_config, scalar
 from sparsejax.config import ModelConfig
 from sparsejax.modules import RMSNorm
 from sparsejax.sharding import BATCH_AXES, constrain, gather_fsdp
@@ -212,8 +213,10 @@ def activation_stats(
       ValueError: no tokens in `batches`, batches that are none, a layer without ReLU neurons,
         parameters that do not fit, or pre-activations that are not finite.
     """
-    wanted = (layers,) if isinstance(layers, int) else layers
-    chosen = tuple(sorted(set(config.sparse_layers if wanted is None else wanted)))
+    model_config(_NAME, config)
+    given: Any = config.sparse_layers if layers is None else scalar(layers)
+    wanted = [scalar(i) for i in given] if isinstance(given, Iterable) else [given]
+    chosen = tuple(sorted(set(wanted)))
     wrong = [i for i in chosen if i not in config.sparse_layers]
     if wrong:
         raise ValueError(
@@ -224,7 +227,7 @@ def activation_stats(
     totals: dict[int, dict[str, np.ndarray]] = {i: {} for i in chosen}
     tokens = 0
     with on_mesh(params):
-        for batch in read_batches(_NAME, batches):
+        for batch in read_batches(_NAME, host_batches(_NAME, batches)):
             counts = {}
             stream = walk.embed(batch)
             for i in range(chosen[-1] + 1 if chosen else 0):

@@ -15,6 +15,7 @@ from jax import Array
 
 from sparsejax.analysis.steps import Batch, Stream, Walk, add, on_mesh, read_batches
 from sparsejax.analysis.tokenwise import cosine_distance, not_finite
+from sparsejax.checks import host_batches
 from sparsejax.config import ModelConfig
 from sparsejax.types import Params
 
@@ -114,7 +115,7 @@ def block_dependency(
     total, left_out, tokens, seen = np.zeros((m, m)), np.zeros((m, m), np.int64), 0, 0
     measured: set[tuple[int, int]] = set()
     with on_mesh(params):
-        for batch in read_batches(_NAME, batches):
+        for batch in read_batches(_NAME, host_batches(_NAME, batches)):
             # Fetched at once: one batch in flight.
             embedded, contributions, pairs = jax.device_get(_rows(walk, batch, part))
             _check_finite(embedded, contributions, pairs, batch.count)

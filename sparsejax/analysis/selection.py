@@ -10,6 +10,7 @@ import numpy as np
 from sparsejax import surgery
 from sparsejax.analysis.cost import ffn_bytes
 from sparsejax.analysis.dependency import Dependency
+from sparsejax.checks import model_config, numbers, real_number, whole_number
 from sparsejax.config import FFNConfig, ModelConfig
 
 
@@ -58,10 +59,14 @@ def fusion_groups(
             f"{name}: dependency and threshold go together; pass both, or neither to take whole "
             "attention-free runs"
         )
-    if threshold is not None and not 0 <= threshold < math.inf:
-        raise ValueError(f"{name}: threshold must be a distance from 0 on, got {threshold!r}")
-    if isinstance(tensor, bool) or not hasattr(tensor, "__index__") or tensor < 1:
-        raise ValueError(f"{name}: tensor must be a positive integer, got {tensor!r}")
+    model_config(name, config)
+    if threshold is not None:
+        threshold = real_number(name, "threshold", threshold, "a distance from 0 on")
+        if not 0 <= threshold < math.inf:
+            raise ValueError(f"{name}: threshold must be a distance from 0 on, got {threshold!r}")
+    tensor = whole_number(name, "tensor", tensor)
+    if max_bytes is not None:
+        max_bytes = real_number(name, "max_bytes", max_bytes, "a number of bytes, or None")
     matrix = None if dependency is None else _matrix(name, config, dependency)
     runs = [run for run in _runs(config) if len(_with_ffn(config, run)) > 1]
     if max_bytes is not None and runs:
@@ -120,10 +125,9 @@ def parallel_windows(
     Source: FFN Fusion, arXiv 2503.18908, section on block parallelisation.
     """
     name = "parallel_windows"
-    numbers = [("length", length, 2), *([] if count is None else [("count", count, 1)])]
-    for argument, value, least in numbers:
-        if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-            raise ValueError(f"{name}: {argument} must be an integer from {least} on, got {value}")
+    model_config(name, config)
+    length = whole_number(name, "length", length, least=2)
+    count = None if count is None else whole_number(name, "count", count)
     if isinstance(dependency, Dependency) and dependency.part != "block":
         raise ValueError(
             f"{name}: dependency must be of whole blocks, part='block', got {dependency.part!r}"
@@ -156,7 +160,8 @@ def _matrix(name: str, config: ModelConfig, dependency: Dependency | np.ndarray)
                 "block_dependency with part='block' or 'ffn'"
             )
         dependency = dependency.matrix
-    matrix, m = np.asarray(dependency, np.float64), config.num_layers
+    matrix = numbers(name, "dependency", dependency).astype(np.float64)
+    m = config.num_layers
     if matrix.shape != (m, m):
         raise ValueError(
             f"{name}: dependency must have shape [{m}, {m}] for this model's {m} layers, got "

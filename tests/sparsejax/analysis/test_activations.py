@@ -179,6 +179,12 @@ def test_wrong_arguments():
         run(params, [TOKENS], layers=[0, 1])
     with pytest.raises(ValueError, match="batches hold no tokens"):
         run(params, [])
+    with pytest.raises(ValueError, match="batches must be an iterable of batches, got 5"):
+        run(params, 5)
+    with pytest.raises(ValueError, match="pre-activations of layer 0 are not finite: ids outside"):
+        run(params, [TOKENS.astype(np.int64) + 2**32])
+    with pytest.raises(ValueError, match="config must be a ModelConfig, got dict"):
+        activation_stats(params, CONFIG, [TOKENS])  # pyright: ignore[reportArgumentType]
     params["layer_0"]["ffn"]["gate"] = params["layer_0"]["ffn"]["gate"].at[0, 0].set(np.nan)
     with pytest.raises(ValueError, match="pre-activations of layer 0 are not finite"):
         run(params, [TOKENS])

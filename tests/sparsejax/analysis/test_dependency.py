@@ -298,6 +298,11 @@ def test_wrong_requests():
         ([np.zeros((2, 9))], "integer tokens (B, T), got float64[2, 9]"),
         (BATCHES[0], "for a single one pass [batch]"),
         ({"tokens": BATCHES[0]}, "for a single one pass [batch]"),
+        (5, "batches must be an iterable of batches, got 5"),
+        (None, "batches must be an iterable of batches, got None"),
+        ([5], "integer tokens (B, T), got int64[]"),
+        ([[[1, 2], [3]]], "tokens of a batch must hold numbers in equal rows, got [[1, 2], [3]]"),
+        ([BATCHES[0] + 2**32], "embeddings of 18 tokens are not finite: ids outside the vocab"),
         ([{"ids": BATCHES[0]}], "a batch needs 'tokens', got ['ids']"),
         (
             [{"tokens": BATCHES[0], "loss_mask": np.ones((2, 8), bool)}],
@@ -305,7 +310,7 @@ def test_wrong_requests():
         ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)) as caught:
-            block_dependency(UNIFORM, params, batches)
+            block_dependency(UNIFORM, params, batches)  # pyright: ignore[reportArgumentType]
         assert str(caught.value).startswith("block_dependency: ")
     with pytest.raises(ValueError, match="part must be 'block', 'attention' or 'ffn', got 'mlp'"):
         block_dependency(UNIFORM, params, BATCHES, part="mlp")  # pyright: ignore[reportArgumentType]
@@ -314,6 +319,13 @@ def test_wrong_requests():
     del params["layer_3"]
     with pytest.raises(ValueError, match="layer_3/attn/q: missing"):
         block_dependency(UNIFORM, params, BATCHES)
+
+
+def test_fields_that_are_none_are_absent():
+    params = random_params(UNIFORM)
+    want = block_dependency(UNIFORM, params, BATCHES[:1]).matrix
+    batch = {"tokens": BATCHES[0], "positions": None, "segment_ids": None, "loss_mask": None}
+    np.testing.assert_array_equal(block_dependency(UNIFORM, params, [batch]).matrix, want)
 
 
 def test_files(tmp_path):

@@ -191,7 +191,9 @@ def test_wrong_requests():
         # 2 x 25 x 24 numbers and a norm.
         ((), {"max_bytes": 4895}, "max_bytes = 4895 is less than the smallest feed-forward part"),
         ((), {"max_bytes": 2447, "tensor": 2}, "2448 bytes in layer 1 on each of 2 devices"),
-        ((), {"max_bytes": float("nan")}, "max_bytes = nan is less than"),
+        ((), {"max_bytes": float("nan")}, "max_bytes must be a number of bytes, or None, got nan"),
+        ((), {"max_bytes": "x"}, "max_bytes must be a number of bytes, or None, got 'x'"),
+        (("x",), {"threshold": 0.1}, "dependency must hold numbers in equal rows, got 'x'"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)) as caught:
             fusion_groups(config, *args, **kwargs)
@@ -200,7 +202,7 @@ def test_wrong_requests():
     assert fusion_groups(config, max_bytes=4896) == []
     for kwargs, message in (
         ({"length": 1}, "length must be an integer from 2 on, got 1"),
-        ({"count": 0}, "count must be an integer from 1 on, got 0"),
+        ({"count": 0}, "count must be a positive integer, got 0"),
         ({"length": 2.0}, "length must be an integer from 2 on, got 2.0"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
