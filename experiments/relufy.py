@@ -1,7 +1,7 @@
 """Makes a dense (SiLU) model sparse: ReLU, then training with an L1 term. `--help` lists the flags.
 
     python experiments/relufy.py --init-from runs/dense --teacher runs/dense --workdir runs/sparse \
-      --threshold 0.05 --l1-coeff 2e-5 --l1-start 500 --l1-ramp 1000
+      --steps 3000 --threshold 0.05 --l1-coeff 2e-5 --l1-start 500 --l1-ramp 1000
 
 Writes and resumes as experiments/train.py does. --teacher adds distillation from the dense model.
 """

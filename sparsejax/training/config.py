@@ -100,8 +100,21 @@ class TrainConfig:
                 f"batch_size {self.batch_size} must be a multiple of accumulate "
                 f"{self.loss.accumulate} (microbatches per update)"
             )
+        self._check_l1()
         if self.resume and self.workdir is None:
             raise ValueError("resume needs --workdir: the folder of the run to go on with")
+
+    def _check_l1(self) -> None:
+        """Raises if no update of the whole run has the sparsity term (`losses.l1_coefficient`)."""
+        loss = self.loss
+        first = loss.l1_start + (2 if loss.l1_ramp else 1)  # a ramp begins at 0
+        if loss.l1_coeff and first > self.steps:
+            raise ValueError(
+                f"l1_coeff {loss.l1_coeff:g} with l1_start {loss.l1_start} and l1_ramp "
+                f"{loss.l1_ramp}: the sparsity term would set in at update {first}, after the last "
+                f"one ({self.steps}); lower --l1-start, raise --steps to at least {first}, or set "
+                "--l1-coeff 0"
+            )
 
     def model(self) -> ModelConfig:
         """The preset's configuration.

@@ -10,6 +10,7 @@ import pytest
 from sparsejax import MeshConfig, presets
 from sparsejax.analysis.activations import ActivationStats
 from sparsejax.data.prepare import prepare_corpus
+from sparsejax.losses import l1_coefficient
 from sparsejax.params import flatten
 from sparsejax.training.checkpoint import Checkpointer, CheckpointWarning
 from sparsejax.training.config import TrainConfig
@@ -306,6 +307,28 @@ def test_a_vocabulary_too_small_for_the_text_is_refused(micro, tmp_path):
 def test_wrong_numbers(changes, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**changes)
+
+
+@pytest.mark.parametrize(("start", "ramp"), [(19, 0), (18, 0), (18, 5), (17, 1), (20, 0), (19, 5)])
+def test_a_sparsity_term_that_never_sets_in_is_refused(start, ramp):
+    steps = np.arange(20)
+    sets_in = bool((np.asarray(l1_coefficient(steps, 0.1, start, ramp)) > 0).any())
+    changes = {"steps": 20, "loss": LossConfig(l1_coeff=0.1, l1_start=start, l1_ramp=ramp)}
+    if sets_in:
+        # What counts is the whole run: a part of it may end before the term sets in.
+        assert TrainConfig(**changes, stop_at=3).steps == 20
+        return
+    told = f"l1_coeff 0.1 with l1_start {start} and l1_ramp {ramp}: .*after the last one \\(20\\); "
+    with pytest.raises(ValueError, match=told + "lower --l1-start, raise --steps"):
+        TrainConfig(**changes)
+
+
+def test_no_term_may_start_late_and_the_default_one_counts():
+    loss = LossConfig(l1_start=300)
+    assert TrainConfig(loss=dataclasses.replace(loss, l1_coeff=0.0)).resolved()
+    assert TrainConfig(loss=loss, preset="tiny-dense").resolved().loss.l1_coeff == 0
+    with pytest.raises(ValueError, match="l1_coeff 0.01 with l1_start 300"):
+        prepare(TrainConfig(loss=loss, preset="tiny"))
 
 
 def test_the_default_l1_depends_on_the_preset():
