@@ -2,9 +2,10 @@
 
     python experiments/bench_ffn.py --nnz 15 30 60 --pattern uniform --out rows.jsonl --plot f.png
     python experiments/bench_ffn.py --mode train --nnz 15 30 60 --pattern powerlaw
-    python experiments/bench_ffn.py --tokens 1 8 32 --nnz 30          # decode: 8 layers in turn
+    python experiments/bench_ffn.py --tokens 1 8 32 --nnz 30          # decode
     python experiments/bench_ffn.py --pattern real --masks FILE.npz   # stored activation patterns
 
+Up to 64 tokens, forward: 4 passes through --layers in one program, each call waiting for the last.
 Engine and dense forms take turns inside every repetition, so that clocks and caches treat them
 alike; a row's `ms` is the median, per layer. Errors are against float32, and for `--mode train` on
 all tokens: y, l1, dx, dgate, dup, ddown.
@@ -46,7 +47,7 @@ class Flags:
       masks: npz with `bits` (layers, ..., F / 8), for --pattern real (D should match the model's).
       implementation: the engine to time.
       dtype: bfloat16 or float32.
-      layers: weights in turn in one program, up to 64 tokens and for --pattern real.
+      layers: weights in turn in one program, forward up to 64 tokens and for --pattern real.
       repeats: repetitions, in each of which all forms take turns.
       calls: calls per repetition.
       out: JSON lines, appended.
@@ -82,9 +83,10 @@ def summary(times: dict[str, list[float]], seconds: dict[str, float], layers: in
 
 
 def bench_op(flags: Flags, tokens: int) -> Iterator[tuple[float, list[dict]]]:
-    """(nnz, rows) of one shape, for every activity; up to 64 tokens, several layers per call."""
+    """(nnz, rows) of one shape, for every activity; decode runs several layers per call."""
     dtype = jnp.dtype(flags.dtype)
-    layers = flags.layers if tokens <= 64 else 1
+    decode = flags.mode == "forward" and tokens <= 64
+    layers = flags.layers if decode else 1
     keys = jax.random.split(jax.random.key(0), (layers, 3))
     size = (flags.d_model, flags.d_ff, dtype)
     weights = [jax.jit(bench.random_weights, static_argnums=(1, 2, 3))(k[0], *size) for k in keys]
@@ -102,11 +104,13 @@ def bench_op(flags: Flags, tokens: int) -> Iterator[tuple[float, list[dict]]]:
     def arguments(nnz: float) -> Any:
         active = [bench.with_activity(w, flags.pattern, nnz) for w in weights]
         calls = tuple((x, *w, *e) for x, w, e in zip(xs, active, extra, strict=True))
-        return calls[0] if layers == 1 else calls
+        return calls if decode else calls[0]
 
     first = arguments(flags.nnz[0])
+    units = layers * (bench.PASSES if decode else 1)
     lowered = {
-        name: jax.jit(bench.repeated(form, layers)).lower(*first) for name, form in forms.items()
+        name: jax.jit(bench.chained(form) if decode else form).lower(*first)
+        for name, form in forms.items()
     }
     built = bench.compile_all(lowered)
     programs = {name: program for name, (program, _) in built.items()}
@@ -114,13 +118,13 @@ def bench_op(flags: Flags, tokens: int) -> Iterator[tuple[float, list[dict]]]:
     for nnz in flags.nnz:
         args = arguments(nnz)
         times = bench.in_turns(programs, {n: args for n in programs}, flags.repeats, flags.calls)
-        checked = errors(flags, programs, args, layers)
-        yield nnz, [r | checked for r in summary(times, seconds, layers)]
+        checked = errors(flags, programs, args)
+        yield nnz, [r | checked for r in summary(times, seconds, units)]
 
 
-def errors(flags: Flags, programs: dict[str, Any], args: Any, layers: int) -> dict[str, Any]:
+def errors(flags: Flags, programs: dict[str, Any], args: Any) -> dict[str, Any]:
     """Errors of the engine and of the dense op against float32, nnz seen and the way taken."""
-    one = args if layers == 1 else args[0]
+    one = args[0] if isinstance(args[0], tuple) else args
     out = jax.jit(lambda *a: gated_ffn(*a, implementation=flags.implementation))(*one[:4])
     seen = {"nnz": float(jnp.mean(out.nnz)), "sparse": int(out.sparse or 0)}
     wide = tuple(a.astype(jnp.float32) for a in one)

@@ -110,3 +110,19 @@ def test_refused_before_anything_is_timed(script, tmp_path, monkeypatch, changes
 def test_a_missing_file_is_named(script, tmp_path):
     with pytest.raises(SystemExit, match=r"absent\.npz: there is no such file"):
         run(script, tmp_path, pattern="real", masks=tmp_path / "absent.npz")
+
+
+def test_chained_calls_keep_their_inputs_and_wait_for_each_other(script):
+    seen = []
+
+    def form(x, weight):
+        seen.append(1)
+        return x * weight
+
+    x = jnp.arange(3.0)
+    calls = ((x, jnp.float32(2)), (x + 1, jnp.float32(5)))
+    program = jax.jit(script.bench.chained(form))
+    np.testing.assert_array_equal(program(*calls), 5 * (x + 1))
+    # In the loop's body the second call needs the first one's result: neither can go.
+    text = program.lower(*calls).as_text()
+    assert len(seen) == 2 and text.count("stablehlo.multiply") >= 4
