@@ -18,6 +18,8 @@ import numpy as np
 from jax import Array
 
 from sparsejax.analysis.steps import Stream, Walk, add, on_mesh, read_batches
+from sparsejax.analysis.tokenwise import not_finite
+from sparsejax.checks import host_batches
 from sparsejax.config import ModelConfig
 from sparsejax.modules import RMSNorm
 from sparsejax.params import path_string
@@ -123,15 +125,15 @@ def calibrate_gate_bias(
       The new parameters; all leaves but the biases are shared with the old ones.
 
     Raises:
-      ValueError: a ReLU layer without gate bias, a wrong number of targets or one out of range, or
-        an unknown pattern.
+      ValueError: a ReLU layer without gate bias, a wrong number of targets or one out of range, an
+        unknown pattern, or numbers that are not finite (ids outside the vocabulary).
     """
     _check(config, nnz, pattern)
     params = {k: dict(v) if k.startswith("layer_") else v for k, v in params.items()}
     walk = Walk(config, params)
     core = config.replace(layers=())
     with on_mesh(params):
-        (batch,) = read_batches(_NAME, [tokens])
+        (batch,) = read_batches(_NAME, host_batches(_NAME, [tokens]))
         stream = walk.embed(batch)
         for i in range(config.num_layers):
             read = walk.read(i, stream)
@@ -139,6 +141,13 @@ def calibrate_gate_bias(
             x = add(read, attention)
             layer, own = walk.layer(i)
             if layer.ffn is not None and layer.ffn.activation == "relu":
+                wrong = int(not_finite(x, np.ones_like(batch.mask)))
+                if wrong:
+                    raise ValueError(
+                        f"{_NAME}: what the feed-forward part of layer {i} reads is not finite on "
+                        f"{wrong} tokens: ids outside the vocabulary, or parameters that are not "
+                        "finite"
+                    )
                 target = nnz[config.sparse_layers.index(i)]
                 rates = firing_rates(layer.ffn.d_ff, target, pattern, seed + i)
                 rows = own["ffn"]["gate" if layer.ffn.gated else "up"]

@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.gated_ffn.output import ACTIVATIONS
+from sparsejax.checks import host_ids
 from sparsejax.config import FFNConfig, ModelConfig
 from sparsejax.modules import Transformer
 from sparsejax.types import Params
@@ -109,19 +110,25 @@ def sparsity_report(
       SparsityReport.
 
     Raises:
-      ValueError: thresholds that are not positive, or a model without feed-forward layers.
+      ValueError: thresholds that are not positive, a model without feed-forward layers, or numbers
+        that are not finite (ids outside the vocabulary).
     """
     if not thresholds or min(thresholds) <= 0:
         raise ValueError(f"thresholds must be positive, got {list(thresholds)}")
     if not config.ffn_layers:
         raise ValueError("the model has no feed-forward layer to report on")
-    inputs = _ffn_inputs(config, params, jnp.asarray(tokens))
+    inputs = _ffn_inputs(config, params, jnp.asarray(host_ids(tokens)))
     bounds = tuple(float(t) for t in thresholds)
     layers = []
     for i in config.ffn_layers:
         ffn = config.layers[i].ffn
         assert ffn is not None
         x = inputs[f"layer_{i}"]["ffn_norm"]["__call__"][0].reshape(-1, config.d_model)
+        if not bool(jnp.isfinite(x).all()):
+            raise ValueError(
+                f"what the feed-forward part of layer {i} reads is not finite: ids outside the "
+                "vocabulary, or parameters that are not finite"
+            )
         layers.append(_layer(i, ffn, params[f"layer_{i}"]["ffn"], x, bounds))
     count = int(np.size(tokens))
     gains = tuple(_speedup(config, [x.flops[k] for x in layers]) for k in range(len(bounds)))

@@ -113,3 +113,8 @@ def test_wrong_arguments():
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             calibrate_gate_bias(config, params, TOKENS, nnz, pattern=pattern)
+    for tokens in (np.asarray(TOKENS) + CONFIG.vocab_size, np.asarray(TOKENS, np.int64) + 2**32):
+        count = tokens.size
+        told = f"layer 0 reads is not finite on {count} tokens: ids outside the vocabulary"
+        with pytest.raises(ValueError, match=told):
+            calibrate_gate_bias(CONFIG, params, tokens, [1, 2, 3])  # pyright: ignore

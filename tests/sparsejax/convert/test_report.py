@@ -116,6 +116,9 @@ def test_arguments_that_do_not_fit():
     config, params = model()
     with pytest.raises(ValueError, match="thresholds must be positive, got"):
         sparsity_report(config, params, np.zeros((1, 4), np.int32), (0.1, 0.0))
+    for first in (config.vocab_size, 2**32):
+        with pytest.raises(ValueError, match="layer 0 reads is not finite: ids outside the vocab"):
+            sparsity_report(config, params, np.array([[first, 1]]))
     empty = config.replace(layers=())
     with pytest.raises(ValueError, match="no feed-forward layer to report on"):
         sparsity_report(empty, {}, np.zeros((1, 4), np.int32))
