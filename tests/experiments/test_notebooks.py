@@ -1,10 +1,12 @@
 """The notebook of surgery, executed on a very small model; its outputs are stripped."""
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from sparsejax import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, init_params
@@ -13,7 +15,7 @@ from sparsejax.convert import load_run, save_run
 NOTEBOOK = Path(__file__).resolve().parents[2] / "experiments" / "notebooks" / "surgery.ipynb"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def notebook():
     import nbformat
 
@@ -26,7 +28,15 @@ def test_outputs_are_stripped(notebook):
     assert all(not cell.outputs and cell.execution_count is None for cell in code)
 
 
-def test_it_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("remove", "layers", "fused"),
+    [
+        # Without three of four attentions two layers that follow each other have none.
+        (None, (2, 3), True),
+        (0.25, (4,), False),
+    ],
+)
+def test_it_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch, remove, layers, fused):
     from nbclient import NotebookClient
 
     layer = LayerConfig(
@@ -38,8 +48,11 @@ def test_it_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
     )
     save_run(tmp_path / "model", config, init_params(config, jax.random.key(0)))
     (parameters,) = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", ())]
-    small = f"folder, out = {str(tmp_path / 'model')!r}, {str(tmp_path / 'out')!r}"
-    parameters.source += f"\n{small}\nbatch_size, seq_len, num_batches, remove = 2, 16, 1, 1.0\n"
+    # As a user names them: relative to the notebook's folder, where its kernel runs.
+    model, out = (os.path.relpath(tmp_path / name, NOTEBOOK.parent) for name in ("model", "out"))
+    parameters.source += f"\nfolder, out = {model!r}, {out!r}\n"
+    parameters.source += "batch_size, seq_len, num_batches = 2, 16, 1\n"
+    parameters.source += "" if remove is None else f"remove = {remove}\n"
     # The kernel is this interpreter, with one device, and leaves no files at home.
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
@@ -56,9 +69,6 @@ def test_it_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
         if cell.cell_type == "code"
         for output in cell.outputs
     )
-    assert "attention removed from layers [0, 1, 2, 3]" in printed
-    assert "widths: [128]" in printed
-    assert "--layer-map 3" in printed
     pictures = [
         output
         for cell in notebook.cells
@@ -67,5 +77,17 @@ def test_it_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
         if "image/png" in output.get("data", {})
     ]
     assert len(pictures) == 2
-    fused, params, _ = load_run(tmp_path / "out")
-    assert fused.num_layers == 1 and params["layer_0"]["ffn"]["up"].shape == (128, 16)
+    assert ("fused: nothing to fuse: raise `remove`" in printed) != fused
+    found, params, _ = load_run(tmp_path / "out")
+    assert found.num_layers in layers
+    widths = [layer.ffn.d_ff for layer in found.layers]
+    assert sum(widths) == 4 * 32 and (max(widths) > 32) == fused
+    assert f"widths: {widths}" in printed
+    assert [params[f"layer_{i}"]["ffn"]["up"].shape[0] for i in range(len(widths))] == widths
+    # The command it prints can be run from any folder.
+    command = next(line for line in printed.splitlines() if line.startswith("python "))
+    _, script, *flags = shlex.split(command)
+    assert Path(script) == NOTEBOOK.parents[1] / "distill.py" and Path(script).is_file()
+    last = np.cumsum(widths) // 32 - 1  # of each group
+    want = ["--teacher", str(tmp_path / "model"), "--student", str(tmp_path / "out")]
+    assert flags == [*want, "--layer-map", *map(str, last)]

@@ -327,7 +327,7 @@ def test_no_term_may_start_late_and_the_default_one_counts():
     loss = LossConfig(l1_start=300)
     assert TrainConfig(loss=dataclasses.replace(loss, l1_coeff=0.0)).resolved()
     assert TrainConfig(loss=loss, preset="tiny-dense").resolved().loss.l1_coeff == 0
-    with pytest.raises(ValueError, match="l1_coeff 0.01 with l1_start 300"):
+    with pytest.raises(ValueError, match=r"l1_coeff 0\.01 with l1_start 300"):
         prepare(TrainConfig(loss=loss, preset="tiny"))
 
 
