@@ -40,7 +40,7 @@ class Selection:
     totals: dict[str, float]
     limits: dict[str, float]
     added: tuple[int, ...]
-    contributions: Mapping[int, np.ndarray] | None = None
+    contributions: Mapping[int, np.ndarray] | None = dataclasses.field(default=None, repr=False)
 
 
 def select_architecture(

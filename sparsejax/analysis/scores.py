@@ -50,7 +50,7 @@ class BlockScores:
     kl: dict[int, dict[Choice, float]]
     cosine: np.ndarray
     relative_norm: np.ndarray
-    contributions: dict[int, np.ndarray] | None
+    contributions: dict[int, np.ndarray] | None = dataclasses.field(repr=False)  # many
     tokens: int
     forwards: float
 
