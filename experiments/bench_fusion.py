@@ -30,7 +30,7 @@ from sparsejax.config import FFNConfig, LayerConfig, ModelConfig
 from sparsejax.modules import Layer, Options
 from sparsejax.params import init_params, param_shapes
 from sparsejax.sharding import MeshConfig, constrain, make_mesh, tree_shardings
-from sparsejax.studies.flags import at_least, check_file
+from sparsejax.studies.flags import at_least, check_devices, check_file
 from sparsejax.studies.timing import in_turns
 from sparsejax.types import Params
 
@@ -105,10 +105,7 @@ def bench(flags: Flags) -> list[dict[str, Any]]:
     at_least(flags, 1, "d_model", "d_ff", "batches", "tensor", "steps", "reps")
     if flags.layers < 2:
         raise ValueError(f"--layers: a run has at least two layers, got {flags.layers}")
-    if flags.tensor > jax.device_count():
-        raise ValueError(
-            f"--tensor {flags.tensor} needs more than the {jax.device_count()} devices here"
-        )
+    check_devices(f"--tensor {flags.tensor}", flags.tensor)
     config, options = run_of_layers(flags), Options(implementation=flags.implementation)
     mesh = make_mesh(MeshConfig(1, 1, flags.tensor), jax.devices()[: flags.tensor])
     rows = []

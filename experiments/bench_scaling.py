@@ -34,11 +34,11 @@ from sparsejax import scaling_benchmark as lib
 from sparsejax.analysis import scaling, scaling_plots
 from sparsejax.analysis.devices import DEVICES
 from sparsejax.config import ModelConfig
-from sparsejax.studies.flags import at_least, check_file, not_empty
+from sparsejax.studies.flags import at_least, check_devices, check_file, not_empty
 from sparsejax.training.config import TrainConfig
 
 SMOKE = {"preset": "tiny", "layers": 1, "batch_size": 2, "seq_len": 32, "nnz": 8.0, "reps": 1}
-SMOKE |= {"calls": 1, "splits": ("1x2x2",)}
+SMOKE |= {"calls": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Flags:
       utilisation: share of the card's peak that one device reaches, for the plan.
       speedup: of the sparse engine on one device, for the plan.
       out: JSON lines, appended; the figure is a .png of that name.
-      smoke: tiny shapes; without a GPU the kernels are interpreted.
+      smoke: tiny shapes, and unless --splits are given 1x2x2 where there are four devices; without
+        a GPU the kernels are interpreted.
     """
 
     preset: str = "2b"
@@ -100,8 +101,9 @@ class Flags:
 def splits_of(flags: Flags, model: ModelConfig) -> list[lib.Split]:
     """(1, 1, 1) and what is asked for, or what fits of the usual splits."""
     there = jax.device_count()
-    if flags.splits:
-        found = [_split(text) for text in flags.splits]
+    texts = flags.splits or (("1x2x2",) if flags.smoke and there >= 4 else ())
+    if texts:
+        found = [_split(text) for text in texts]
     else:
         counts = [n for n in flags.devices if n <= there]
         found = [s for n in counts for s in lib.default_splits(n)]
@@ -118,8 +120,7 @@ def _split(text: str) -> lib.Split:
     if len(numbers) != 3 or not all(n.isdigit() and int(n) for n in numbers):
         raise ValueError(f"--splits: expected data x fsdp x tensor such as 2x4x1, got {text!r}")
     data, fsdp, tensor = map(int, numbers)
-    if data * fsdp * tensor > jax.device_count():
-        raise ValueError(f"--splits: {text} needs more than the {jax.device_count()} devices here")
+    check_devices(f"--splits: {text}", data * fsdp * tensor)
     return data, fsdp, tensor
 
 

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
+
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -51,6 +53,25 @@ def not_empty(flags: Any, *names: str) -> None:
             raise ValueError(
                 f"{_flag(name)} is an empty list: name one or more, or leave the flag out"
             )
+
+
+def check_devices(what: str, needed: int) -> None:
+    """As many devices as something needs are here.
+
+    Args:
+      what: for messages, such as "--tensor 2".
+      needed: devices.
+
+    Raises:
+      ValueError: fewer; on a CPU it says how there are more.
+    """
+    if needed <= jax.device_count():
+        return
+    hint = ""
+    if jax.default_backend() == "cpu":
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+        hint = f"; on a CPU, {flag} makes {'two' if needed == 2 else needed}"
+    raise ValueError(f"{what} needs more than the {jax.device_count()} devices here{hint}")
 
 
 def check_file(flag: str, path: Path | None, *suffixes: str) -> None:

@@ -103,11 +103,29 @@ def test_splits_and_tokens(script):
 
 
 @pytest.mark.parametrize(
+    ("devices", "splits"),
+    [
+        (1, []),
+        (2, [(2, 1, 1), (1, 2, 1), (1, 1, 2)]),
+        (4, [(1, 2, 2)]),
+    ],
+)
+def test_smoke_takes_splits_that_fit(script, monkeypatch, devices, splits):
+    monkeypatch.setattr(script.jax, "device_count", lambda: devices)
+    flags = script.Flags(**script.SMOKE, smoke=True)
+    assert script.splits_of(flags, presets.get("tiny")) == [(1, 1, 1), *splits]
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"splits": ("2x4",)}, "expected data x fsdp x tensor such as 2x4x1, got '2x4'"),
         ({"splits": ("0x1x1",)}, "got '0x1x1'"),
-        ({"splits": ("4x4x1",)}, "4x4x1 needs more than the 8 devices here"),
+        (
+            {"splits": ("4x4x1",)},
+            "4x4x1 needs more than the 8 devices here; on a CPU, "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=16 makes 16$",
+        ),
     ],
 )
 def test_wrong_splits(script, changes, message):

@@ -5,11 +5,13 @@ import os
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from sparsejax.studies.flags import (
     PICTURES,
     at_least,
+    check_devices,
     check_file,
     check_folder,
     check_setting,
@@ -101,3 +103,14 @@ def test_settings_of_a_row():
         "study_recover_rate": 3e-4,
         "study_recover_l1": None,
     }
+
+
+def test_too_many_devices_are_refused_and_a_cpu_is_told_how_to_have_them(monkeypatch):
+    check_devices("--tensor 8", 8)
+    told = "--tensor 9 needs more than the 8 devices here"
+    how = "; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=9 makes 9"
+    with pytest.raises(ValueError, match=f"^{told}{how}$"):
+        check_devices("--tensor 9", 9)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match=f"^{told}$"):
+        check_devices("--tensor 9", 9)
