@@ -92,7 +92,8 @@ def make_plan(
 
     Fusing makes a model faster than the sum of its layers, which is all that
     `select_architecture` can limit. So the limit on its latency is bisected between the target and
-    no limit: of the selections whose fused form is fast enough, the loosest is taken.
+    no limit: of the selections whose fused form is fast enough, the loosest is taken. A target that
+    only fusing reaches is searched from the cheapest selection on.
 
     Args:
       config: the model that was scored.
@@ -127,10 +128,19 @@ def make_plan(
         selection = select_architecture(scores, costs, asked)
         return _fused(config, selection, before, dependency, fusing, tensor, setting)
 
-    best = plan(None)
     if "latency" not in targets or not fusing.fuse:
-        return best
-    low, high = limits["latency"], before.latency
+        return plan(None)
+    choices = range(config.num_layers)
+    least = costs.fixed["latency"] + sum(min(costs.layers["latency"][i].values()) for i in choices)
+    # Fused, a selection may reach what no sum of layers does.
+    low, high = max(limits["latency"], least * (1 + 1e-9)), before.latency
+    best = plan(low)
+    if best.ratios["latency"] > targets["latency"]:
+        raise ValueError(
+            f"limits cannot be kept: with every layer at its cheapest latency is "
+            f"{least / before.latency:.3f} of the model's own, and {best.ratios['latency']:.3f} "
+            f"after fusing; {targets['latency']} was asked for"
+        )
     for _ in range(rounds):
         middle = (low + high) / 2
         found = plan(middle)

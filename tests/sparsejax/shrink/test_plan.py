@@ -69,6 +69,19 @@ def test_the_cheapest_removal_whose_fused_form_is_fast_enough(model, target):
     np.testing.assert_allclose(plan.selection.score, best, rtol=1e-9)
 
 
+def test_a_target_that_only_fusing_reaches(model):
+    config, _ = model
+    whole, everything = fused_latency(config, ()), range(5)
+    alone, fused = (fused_latency(config, everything, fuse=f) / whole for f in (False, True))
+    assert fused < alone
+    plan = make_plan(config, SCORES, {"latency": (fused + alone) / 2}, **SETTING)
+    assert plan.groups == ((0, 1, 2, 3),)
+    np.testing.assert_allclose(plan.ratios["latency"], fused, rtol=1e-12)
+    message = rf"is {alone:.3f} of the model's own, and {fused:.3f} after fusing; 0.1 was asked"
+    with pytest.raises(ValueError, match=message):
+        make_plan(config, SCORES, {"latency": 0.1}, **SETTING)
+
+
 def test_fusing_spares_layers(model):
     config, _ = model
     target = fused_latency(config, {1, 2, 3}) / fused_latency(config, ()) + 1e-9
@@ -126,7 +139,7 @@ def test_a_plan_goes_through_json(model):
         ({}, Fusing(), "got none at all"),
         ({"speed": 0.5}, Fusing(), r"one or more of .* got \['speed'\]"),
         ({"latency": 1.5}, Fusing(), r"share in \(0, 1\], got 1.5"),
-        ({"latency": 0.01}, Fusing(), "limits cannot be kept: latency is at least"),
+        ({"latency": 0.01}, Fusing(), "limits cannot be kept: with every layer at its cheapest"),
         ({"latency": 0.9}, Fusing(fuse_threshold=0.1), "needs the dependency matrix"),
     ],
 )
