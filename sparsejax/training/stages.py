@@ -107,7 +107,8 @@ def _same_start(workdir: Workdir, config: TrainConfig) -> None:
     if weights_digest(init) != then:
         raise ValueError(
             f"{workdir.root} began with other weights than {init} holds by now. Remove "
-            f"{workdir.root}, and it is made anew from these, or use another --workdir"
+            f"{workdir.root}, and it is made anew from these, or name another folder in the place "
+            f"of {workdir.root.parent}"
         )
 
 
@@ -121,7 +122,8 @@ def _same_settings(folder: Path, now: dict[str, Any], then: dict[str, Any]) -> N
     if differing := config_differences(then, now):
         raise ValueError(
             f"{folder} was made with other settings (then vs now): {'; '.join(differing[:5])}. "
-            "Use these again, or another --workdir"
+            f"Use those of then again; or remove {folder} and what came of it, and it is made anew; "
+            f"or name another folder in the place of {folder.parent}"
         )
 
 
