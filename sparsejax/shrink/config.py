@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from sparsejax.analysis import NO_ATTENTION, NO_FFN, Variant
+from sparsejax.analysis.devices import get_device
 from sparsejax.distill.config import DistillConfig
 from sparsejax.distill.objective import DistillLoss
 from sparsejax.shrink.plan import Fusing
@@ -28,15 +29,20 @@ class ShrinkConfig(TrainConfig):
     Attributes:
       workdir: the model to shrink, a run or a Hugging Face folder.
       out: folder of the stages; the same command goes on where it was left.
-      latency_target: decode latency that is wanted, as a share of the model's own (modelled for
-        `device`); None for no limit.
-      kv_cache_target, memory_target, parameters_target: likewise.
+      latency_target: a decode step's latency after cutting and fusing, as a share of the model's
+        own, 0.67 for two thirds; both are modelled for `device`, `cost_batch` and `cost_context`,
+        neither is measured. None for no limit.
+      kv_cache_target: bytes of keys and values per device, likewise, but kept before fusing
+        already, which changes none of them.
+      memory_target: bytes of parameters and cache per device, kept before fusing, which then takes
+        a few norms away.
+      parameters_target: number of parameters, as memory_target.
       ffn_widths: shares of its neurons that a layer may be left with.
       ffn_removal: layers may lose their feed-forward part altogether.
       multiple: what widths are rounded up to.
       fusing: how attention-free runs are fused.
       analysis_batches: batches of text that layers are scored on.
-      device: accelerator whose costs are modelled.
+      device: accelerator whose costs are modelled, whatever this runs on.
       cost_batch: rows decoded together in that model.
       cost_context: positions in the cache; None takes the model's context length.
       recover: distil from the model afterwards.
@@ -87,8 +93,16 @@ class ShrinkConfig(TrainConfig):
             raise ValueError(f"latency_batches must be at least 1, got {self.latency_batches}")
         if not all(0 < width < 1 for width in self.ffn_widths):
             raise ValueError(f"ffn_widths must be shares in (0, 1), got {self.ffn_widths}")
+        get_device(self.device)
         if not self.targets():
             raise ValueError("one of the targets is needed, such as --latency-target 0.67")
+        for name, share in self.targets().items():
+            if not 0 < share <= 1:
+                flag = f"--{name.replace('_', '-')}-target"
+                raise ValueError(
+                    f"{name}_target must be a share of the model's own in (0, 1], got {share:g}; "
+                    f"for two thirds give {flag} 0.67"
+                )
 
     def targets(self) -> dict[str, float]:
         """Shares of the model's own costs, for `make_plan`."""

@@ -119,13 +119,17 @@ def _analyse(config: ShrinkConfig, run: Run, folder: Path, about: dict[str, Any]
     run_stage(folder, settings, work)
 
 
-def _select(config: ShrinkConfig, run: Run, out: Path, scores: BlockScores) -> dict[str, Any]:
-    setting = {
+def _cost_setting(config: ShrinkConfig, run: Run) -> dict[str, Any]:
+    return {
         "device": config.device,
         "batch": config.cost_batch,
         "context": config.cost_context or run.model.context_length,
         "tensor": run.mesh.shape["tensor"],
     }
+
+
+def _select(config: ShrinkConfig, run: Run, out: Path, scores: BlockScores) -> dict[str, Any]:
+    setting = _cost_setting(config, run)
     settings = {"targets": config.targets(), "cost": setting}
     settings |= dataclasses.asdict(config.fusing)
 
@@ -144,7 +148,8 @@ def _select(config: ShrinkConfig, run: Run, out: Path, scores: BlockScores) -> d
     plan = run_stage(out / "2_select", settings, work)
     kept = [i for i, (attention, _) in enumerate(plan["choices"]) if attention]
     say(
-        f"attention stays in layers {kept}; fused: {plan['groups']}; modelled, of the model's own: "
+        f"attention stays in layers {kept}; fused: {plan['groups']}; modelled for {config.device}, "
+        "of the model's own: "
         + ", ".join(f"{name} {share:.3f}" for name, share in plan["ratios"].items())
     )
     return plan
@@ -193,8 +198,11 @@ def _report(
         everything = dataclasses.asdict(config)
         settings["recovery"] = {name: everything[name] for name in names}
 
+    modelled = _cost_setting(config, run) | {"targets": config.targets()}
+
     def work() -> dict[str, Any]:
-        report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "plan": plan}
+        report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "devices": run.mesh.size}
+        report |= {"modelled": modelled, "plan": plan}
         for name, path in places.items():
             say(f"measuring the model {name}: {path}")
             model, params = initial_config(path), initial_params(path, run.mesh)
@@ -212,7 +220,7 @@ def _params(config: ShrinkConfig, run: Run) -> Any:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as lines of text, one per figure."""
+    """The report as lines of text, one per figure; and where its figures are from."""
     names = [name for name in ("before", "cut", "after") if name in report]
     first = report["before"]
 
@@ -238,4 +246,21 @@ def table(report: dict[str, Any]) -> str:
     for k, timed in enumerate(first["decode"]):
         values = [report[name]["decode"][k]["ms_per_step"] for name in names]
         rows.append(line(f"decode step at batch {timed['batch']}, ms", values, ".3f"))
+    if first["held_out_tokens"]:
+        rows.append(f"held-out cross-entropy: over {first['held_out_tokens']:,} tokens")
+    if first["decode"]:
+        # Reports that were written before this was told have neither.
+        number = f"{report['devices']} x " if "devices" in report else ""
+        rows.append(f"decode steps: measured on {number}{report['device']}")
+    if modelled := report.get("modelled"):
+        shares = []
+        for name, share in report["plan"]["ratios"].items():
+            target = modelled["targets"].get(name)
+            told = "" if target is None else f" (target {target:g})"
+            shares.append(f"{name} {share:.3f}{told}")
+        rows.append(
+            f"targets: of costs modelled for {modelled['tensor']} x {modelled['device']} at batch "
+            f"{modelled['batch']} and {modelled['context']} positions, cut and fused over the "
+            f"model's own: {', '.join(shares)}"
+        )
     return "\n".join(rows)

@@ -92,6 +92,15 @@ def test_the_report_counts_right(done, model):
     assert report["cut"]["ce"] != report["before"]["ce"]
     told = table(report)
     assert "decode step at batch 2, ms" in told and "(0.500)" in told
+    assert "\nheld-out cross-entropy: over 128 tokens\ndecode steps: measured on 1 x cpu\n" in told
+    ratios = report["plan"]["ratios"]
+    assert told.splitlines()[-1] == (
+        "targets: of costs modelled for 1 x h200 at batch 1 and 64 positions, cut and fused over "
+        f"the model's own: latency {ratios['latency']:.3f}, kv_cache 0.500 (target 0.5), "
+        f"memory {ratios['memory']:.3f}, parameters {ratios['parameters']:.3f}"
+    )
+    before = {key: value for key, value in report.items() if key not in ("devices", "modelled")}
+    assert table(before).endswith("decode steps: measured on cpu")
 
 
 def test_done_stages_are_skipped(done, capsys):
@@ -154,6 +163,14 @@ def test_wrong_settings(source, tmp_path):
         ({"out": None}, "--out"),
         ({"out": source}, "another folder than workdir"),
         ({"kv_cache_target": None}, "one of the targets is needed"),
+        (
+            {"latency_target": 67.0},
+            r"latency_target must be a share of the model's own in \(0, 1\], got 67; for two "
+            "thirds give --latency-target 0.67$",
+        ),
+        ({"memory_target": 0.0}, "memory_target .* got 0; .* give --memory-target 0.67$"),
+        ({"parameters_target": float("nan")}, "parameters_target .* got nan"),
+        ({"device": "h20"}, r"unknown device 'h20' \(did you mean 'h200'\?\)"),
         ({"ffn_widths": (1.5,)}, r"shares in \(0, 1\)"),
         (
             {"cost_context": 0},
