@@ -122,8 +122,8 @@ def _same_settings(folder: Path, now: dict[str, Any], then: dict[str, Any]) -> N
     if differing := config_differences(then, now):
         raise ValueError(
             f"{folder} was made with other settings (then vs now): {'; '.join(differing[:5])}. "
-            f"Use those of then again; or remove {folder} and what came of it, and it is made anew; "
-            f"or name another folder in the place of {folder.parent}"
+            f"Use those of then again; or remove {folder} and what came of it, and it is made "
+            f"anew; or name another folder in the place of {folder.parent}"
         )
 
 

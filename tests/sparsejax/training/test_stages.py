@@ -17,10 +17,8 @@ def test_work_is_done_once(tmp_path):
     assert run_stage(folder, {"a": (1, 2)}, work) == want
     assert run_stage(folder, {"a": [1, 2]}, work) == want
     assert len(calls) == 1
-    told = (
-        r"stage was made with other settings \(then vs now\): a\[1\]: 2 vs 3\. Use those of then "
-    )
-    fixes = rf"again; or remove {folder} and .* another folder in the place of {tmp_path}$"
+    told = r"stage was made with other settings \(then vs now\): a\[1\]: 2 vs 3\. Use those of "
+    fixes = rf"then again; or remove {folder} and .* another folder in the place of {tmp_path}$"
     with pytest.raises(ValueError, match=told + fixes):
         run_stage(folder, {"a": [1, 3]}, work)
 
