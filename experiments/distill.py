@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from sparsejax.distill import DistillConfig, distill
-from sparsejax.training.launch import Launch, part_of, run_script
+from sparsejax.training.launch import Launch, held_out_line, part_of, run_script
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,8 @@ def main(args: Args) -> int:
             f"{summary['status']} at step {summary['step']}: {what} {first[name]:.4f} -> "
             f"{last[name]:.4f}; metrics and plots are in {summary['workdir']}"
         )
-    if held_out := summary.get("held_out"):
-        print(
-            f"held-out: cross-entropy {held_out['ce']:.4f} nats per token, divergence from the "
-            f"teacher {held_out['kl']:.4f}"
-        )
+    if told := held_out_line(summary):
+        print(told)
     return 0
 
 

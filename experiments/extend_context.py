@@ -26,7 +26,10 @@ def main(args: Args) -> int:
     args.start()
     for summary in extend_context(part_of(args, ExtendConfig)):
         held_out = summary.get("held_out")
-        told = f"held-out cross-entropy {held_out['ce']:.4f} nats per token" if held_out else "done"
+        told = "done"
+        if held_out:
+            told = f"held-out cross-entropy {held_out['ce']:.4f} nats per token"
+            told += f" over {held_out['tokens']:,} tokens"
         print(f"{summary['workdir']}: {summary['step']} updates, {told}")
     return 0
 

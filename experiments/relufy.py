@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from sparsejax.distill.sparsify import RelufyConfig, sparsify
-from sparsejax.training.launch import Launch, part_of, run_script
+from sparsejax.training.launch import Launch, held_out_line, part_of, run_script
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,8 @@ def main(args: Args) -> int:
             f"{first['ce']:.3f} -> {last['ce']:.3f} nats per token, active neurons per token and "
             f"layer {first['nnz']:.1f} -> {last['nnz']:.1f}; written to {summary['workdir']}"
         )
+        if told := held_out_line(summary):
+            print(told)
     return 0
 
 

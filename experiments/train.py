@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from sparsejax.training.config import TrainConfig
-from sparsejax.training.launch import Launch, part_of, run_script
+from sparsejax.training.launch import Launch, held_out_line, part_of, run_script
 from sparsejax.training.loop import train
 
 
@@ -28,6 +28,8 @@ def main(args: Args) -> int:
             f"{first['ce']:.3f} -> {last['ce']:.3f} nats per token, active neurons per token and "
             f"layer {first['nnz']:.1f} -> {last['nnz']:.1f}"
         )
+        if told := held_out_line(summary):
+            print(told)
         print(f"plots and metrics are in {summary['workdir']}; for text from this model:")
         print(f"  python experiments/generate.py --workdir {summary['workdir']} --prompt 'def '")
     return 0

@@ -67,6 +67,18 @@ def part_of(args: Any, kind: type[T]) -> T:
     return kind(**{name: getattr(args, name) for name in names})
 
 
+def held_out_line(summary: dict[str, Any]) -> str | None:
+    """What a finished run's summary says of held-out text, with how much that was; or None."""
+    found = summary.get("held_out")
+    if not found:
+        return None
+    kl = f", divergence from the teacher {found['kl']:.4f}" if "kl" in found else ""
+    return (
+        f"held-out: cross-entropy {found['ce']:.4f} nats per token{kl}, over {found['tokens']:,} "
+        "tokens (--eval-batches)"
+    )
+
+
 def run_script(main: Callable[[Any], int], args: type) -> NoReturn:
     """`main` on the command line's flags; what a user can mend is told in one line."""
     script = Path(sys.argv[0]).name
