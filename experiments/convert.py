@@ -21,7 +21,7 @@ import tyro
 
 from sparsejax import convert
 from sparsejax.config import ModelConfig
-from sparsejax.data import HFTokenizer
+from sparsejax.data import ByteTokenizer, HFTokenizer, Tokenizer
 from sparsejax.params import count
 from sparsejax.sharding import MeshConfig, make_mesh
 from sparsejax.studies.flags import at_least
@@ -43,8 +43,9 @@ class Flags:
       context_length: use the model up to this many positions only.
       ignore_keys: keys of config.json that are known to leave the mathematics alone.
       report: a text file to measure on how near zero the activations are (from a Hugging Face
-        folder with a tokenizer).
+        folder).
       report_tokens: how much of that file to read.
+      tokenizer: a tokenizer.json or "bytes" to read that file with, where the folder has none.
       mesh: for models larger than one device's memory: how devices are used, the first data x fsdp
         x tensor of them, data=-1 for all.
     """
@@ -58,6 +59,7 @@ class Flags:
     ignore_keys: tuple[str, ...] = ()
     report: Path | None = None
     report_tokens: int = 2048
+    tokenizer: str | None = None
     mesh: MeshConfig = MeshConfig(data=1)
 
 
@@ -65,6 +67,8 @@ def main(args: list[str] | None = None) -> int:
     """Runs the script; returns its exit status."""
     flags = tyro.cli(Flags, args=args)
     at_least(flags, 1, "context_length", "report_tokens")
+    if flags.report is None and flags.tokenizer is not None:
+        raise ValueError("--tokenizer reads the text of --report; it has no meaning without that")
     wanted = flags.mesh.data * flags.mesh.fsdp * flags.mesh.tensor
     devices = jax.devices()
     mesh = make_mesh(flags.mesh, devices[:wanted] if 0 < wanted <= len(devices) else devices)
@@ -118,11 +122,22 @@ def _refuse(flags: Flags, kind: str, *names: str) -> None:
 
 
 def _report(
-    flags: Flags, config: ModelConfig, params: Params, tokenizer: HFTokenizer | None
+    flags: Flags, config: ModelConfig, params: Params, tokenizer: Tokenizer | None
 ) -> convert.SparsityReport:
     assert flags.report is not None
+    if flags.tokenizer is not None:
+        named = flags.tokenizer
+        tokenizer = ByteTokenizer() if named == "bytes" else HFTokenizer(named)
     if tokenizer is None:
-        raise ValueError(f"--report needs a tokenizer, and {flags.source} has no tokenizer.json")
+        raise ValueError(
+            f"--report needs a tokenizer, and {flags.source} has no tokenizer.json; name one, or "
+            "'bytes', with --tokenizer"
+        )
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"--report: the tokenizer has {tokenizer.vocab_size} ids, but the model has only "
+            f"{config.vocab_size}: they do not belong together"
+        )
     ids = tokenizer.encode(flags.report.read_text(encoding="utf-8"))[: flags.report_tokens]
     length = min(512, config.context_length, len(ids))
     if not ids:

@@ -115,6 +115,30 @@ def test_the_report(script, source, tmp_path, capsys):
     assert "by FLOPs alone the sparse path gains 1.00x on the model as it is" in out
 
 
+def test_the_report_of_a_folder_without_a_tokenizer(script, source, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i % 60}" for i in range(300)))
+    config = presets.tiny()
+    convert.save(tmp_path / "bytes", config, init_params(config, jax.random.key(0)))
+
+    def report(folder, *flags):
+        out = tmp_path / f"run of {folder.name}"
+        arguments = ["--from", str(folder), "--to", str(out), "--report", str(text)]
+        assert script.main([*arguments, *flags]) == 0
+        told = capsys.readouterr().out
+        assert "without a tokenizer" in told
+        return told
+
+    assert len(text.read_bytes()) > 1024
+    told = report(tmp_path / "bytes", "--tokenizer", "bytes", "--report-tokens", "1024")
+    assert told.startswith("1024 tokens\n")
+    named = shutil.move(source / "tokenizer.json", tmp_path / "tokenizer.json")
+    assert report(source, "--tokenizer", str(named)).startswith("256 tokens\n")
+    # Ids that the model does not have would be another row of its embedding.
+    with pytest.raises(ValueError, match="tokenizer has 257 ids, but the model has only 64:"):
+        report(source, "--tokenizer", "bytes")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -122,6 +146,7 @@ def test_the_report(script, source, tmp_path, capsys):
         (["--from", str(GOLDEN / "qwen2"), "--family", "llama"], "--family has no meaning where"),
         (["--from", str(GOLDEN / "qwen2"), "--step", "3"], "--step has no meaning where"),
         (["--from", str(GOLDEN / "qwen2"), "--report", "x.txt"], "--report needs a tokenizer"),
+        (["--from", str(GOLDEN / "qwen2"), "--tokenizer", "bytes"], "meaning without that"),
         (["--from", "x", "--report-tokens", "0"], "--report-tokens must be at least 1, got 0"),
     ],
 )
