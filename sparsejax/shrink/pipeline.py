@@ -259,8 +259,8 @@ def table(report: dict[str, Any]) -> str:
             told = "" if target is None else f" (target {target:g})"
             shares.append(f"{name} {share:.3f}{told}")
         rows.append(
-            f"targets: costs modelled for {modelled['tensor']} x {modelled['device']} (--device), batch "
-            f"{modelled['batch']} and {modelled['context']} positions, cut and fused over the "
+            f"targets: costs modelled for {modelled['tensor']} x {modelled['device']} (--device), "
+            f"batch {modelled['batch']} and {modelled['context']} positions, cut and fused over the "
             f"model's own: {', '.join(shares)}"
         )
     return "\n".join(rows)

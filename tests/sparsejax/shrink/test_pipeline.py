@@ -95,8 +95,8 @@ def test_the_report_counts_right(done, model):
     assert "\nheld-out cross-entropy: over 128 tokens\ndecode steps: measured on 1 x cpu\n" in told
     ratios = report["plan"]["ratios"]
     assert told.splitlines()[-1] == (
-        "targets: costs modelled for 1 x h200 (--device), batch 1 and 64 positions, cut and fused over "
-        f"the model's own: latency {ratios['latency']:.3f}, kv_cache 0.500 (target 0.5), "
+        "targets: costs modelled for 1 x h200 (--device), batch 1 and 64 positions, cut and fused "
+        f"over the model's own: latency {ratios['latency']:.3f}, kv_cache 0.500 (target 0.5), "
         f"memory {ratios['memory']:.3f}, parameters {ratios['parameters']:.3f}"
     )
     before = {key: value for key, value in report.items() if key not in ("devices", "modelled")}
