@@ -260,7 +260,7 @@ def table(report: dict[str, Any]) -> str:
             shares.append(f"{name} {share:.3f}{told}")
         rows.append(
             f"targets: costs modelled for {modelled['tensor']} x {modelled['device']} (--device), "
-            f"batch {modelled['batch']} and {modelled['context']} positions, cut and fused over the "
-            f"model's own: {', '.join(shares)}"
+            f"batch {modelled['batch']} and {modelled['context']} positions, cut and fused over "
+            f"the model's own: {', '.join(shares)}"
         )
     return "\n".join(rows)
