@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from sparsejax.config import LayerConfig, ModelConfig
@@ -213,7 +214,7 @@ def settled(x: Array) -> Array:
     Those devices share a pool of as many threads: several programs with collectives in flight can
     hold all of them, each waiting for a device that another one blocks.
     """
-    if jax.default_backend() == "cpu" and not isinstance(x, jax.core.Tracer):
+    if jax.default_backend() == "cpu" and not isinstance(x, Tracer):
         return jax.block_until_ready(x) if len(x.sharding.device_set) > 1 else x
     return x
 
