@@ -96,7 +96,7 @@ def host_ids(tokens: Any) -> Any:
     outside of every vocabulary and gives NaN. Arrays of JAX are narrow already.
     """
     wide = _beyond_32_bits(tokens)
-    return tokens if wide is None else np.where(wide, -1, tokens).astype(np.int32)
+    return tokens if wide is None else np.where(wide, -1, tokens.astype(np.int64)).astype(np.int32)
 
 
 def host_indices(function: str, argument: str, values: Any) -> Any:
