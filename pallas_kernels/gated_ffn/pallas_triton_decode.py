@@ -1,4 +1,4 @@
-"""Decode: 1 to 64 tokens, spread over the whole chip, reading only the weight rows that fire.
+"""Decode: 1 to 64 tokens, spread over the whole chip; of `down` only rows that fire are read.
 
 With so few tokens the time is the reading of weights and of x, which every program reads whole, the
 number of launches, and the trips to memory that wait for each other; there are two launches.
@@ -62,8 +62,8 @@ class _Launch(NamedTuple):
 
 
 def _launch(tokens: int, width: int, config: FFNConfig) -> _Launch:
-    """One H200, D = 2048, F = 5632, nnz 30, us per layer (notes_ffn.md): at 8 tokens 28.5 with 2
-    warps and 4 stages, 33.8 with 4 and 3. What 17 and more tokens get was not measured yet."""
+    # One H200, D = 2048, F = 5632, nnz 30, us per layer: at 8 tokens 28.5 with 2 warps and 4
+    # stages, 33.8 with 4 and 3. What 17 and more tokens get was not measured yet.
     if _is_vector(tokens, width):
         block = max(1, min(8, 16384 // pl.next_power_of_2(width)))
         return _Launch(block, min(8, max(1, block * width // 4096)), 3, False, 32, 1)

@@ -220,10 +220,11 @@ class _Trainer:
         limit = from_process_0(memory_limit)  # all processes have to choose alike
         compiled, options = compile_fitting(lower, run.model, self.config.options(), limit)
         seconds = time.perf_counter() - began
+        if options.residuals == "compact" != self.config.residuals:
+            say("the step keeps compact residuals: full ones do not fit into the device's memory")
         say(
             f"{count(self.state.params):,} parameters on {jax.device_count()} x "
-            f"{jax.devices()[0].device_kind}, compiled in {seconds:.1f} s"
-            f"{f' with {options.residuals} residuals' if options.residuals else ''}; "
+            f"{jax.devices()[0].device_kind}, compiled in {seconds:.1f} s; "
             f"writing to {run.workdir.root}"
         )
         sizes = compiled.memory_analysis()

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -176,8 +177,12 @@ class Run:
                 write_token_ids(self.workdir.tokenizer, ids)
         elif self.workdir.config.exists():
             before = json.loads(self.workdir.config.read_text())
-            about |= {name: before[name] for name in ("init_digest",) if name in before}
-        self.workdir.config.write_text(json.dumps(about, indent=1))
+            if "init_digest" in before:
+                about["init_digest"] = before["init_digest"]
+        # Whole or not at all: a later start reads it.
+        temporary = self.workdir.config.with_suffix(".json.tmp")
+        temporary.write_text(json.dumps(about, indent=1))
+        os.replace(temporary, self.workdir.config)
 
     def describe(self) -> dict[str, Any]:
         """What config.json and every checkpoint say of the run; the model is under "config"."""

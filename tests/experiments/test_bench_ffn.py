@@ -1,8 +1,6 @@
 """experiments/bench_ffn.py at tiny sizes: it runs, and its rows say what was asked and seen."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import jax
@@ -11,20 +9,12 @@ import numpy as np
 import pytest
 
 from sparsejax import ffn_benchmark
+from tests.scripts import EXPERIMENTS, script_fixture
 
-SCRIPT = Path(__file__).parents[2] / "experiments" / "bench_ffn.py"
+SCRIPT = EXPERIMENTS / "bench_ffn.py"
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("bench_ffn", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_ffn"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["bench_ffn"]
+script = script_fixture("bench_ffn")
 
 
 def run(script, tmp_path, **flags):

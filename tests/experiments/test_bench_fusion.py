@@ -1,23 +1,15 @@
 """`experiments/bench_fusion.py` at tiny shapes on host devices, in this process."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "bench_fusion.py"
+from tests.scripts import EXPERIMENTS, script_fixture
+
+SCRIPT = EXPERIMENTS / "bench_fusion.py"
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("bench_fusion", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_fusion"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["bench_fusion"]
+script = script_fixture("bench_fusion")
 
 
 @pytest.mark.parametrize("norm", ["last", "fold"])

@@ -1,28 +1,20 @@
 """`experiments/bench_model.py` at tiny shapes, in this process."""
 
-import importlib.util
 import json
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "bench_model.py"
+from tests.scripts import EXPERIMENTS, script_fixture
+
+SCRIPT = EXPERIMENTS / "bench_model.py"
 VARIANTS = ["dense_silu", "dense_relu", "sparse_relu"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("bench_model", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_model"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["bench_model"]
+script = script_fixture("bench_model")
 
 
 # The program that fills decode's cache is prefill's.

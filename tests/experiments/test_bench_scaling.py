@@ -1,10 +1,7 @@
 """`experiments/bench_scaling.py` at tiny shapes on host devices, in this process."""
 
-import importlib.util
 import json
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,18 +10,12 @@ from sparsejax import presets
 from sparsejax.analysis import scaling
 from sparsejax.analysis.traffic import traffic
 from sparsejax.scaling_benchmark import Shape, default_splits, tokens_of
+from tests.scripts import EXPERIMENTS, script_fixture
 
-SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "bench_scaling.py"
+SCRIPT = EXPERIMENTS / "bench_scaling.py"
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("bench_scaling", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_scaling"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["bench_scaling"]
+script = script_fixture("bench_scaling")
 
 
 @pytest.mark.slow

@@ -1,27 +1,18 @@
 """`experiments/check_cost.py` at tiny shapes, in this process."""
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "check_cost.py"
+from tests.scripts import EXPERIMENTS, script_fixture
+
+SCRIPT = EXPERIMENTS / "check_cost.py"
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("check_cost", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_cost"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["check_cost"]
+script = script_fixture("check_cost")
 
 
 def test_modelled_and_measured_side_by_side(script, tmp_path):

@@ -1,24 +1,13 @@
 """`experiments/compare_runs.py` on written metrics."""
 
 import csv
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "compare_runs.py"
+from tests.scripts import script_fixture
 
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("compare_runs", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare_runs"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["compare_runs"]
+script = script_fixture("compare_runs")
 
 
 def write(folder, losses):
