@@ -154,6 +154,8 @@ def bench(flags: Flags) -> list[dict[str, Any]]:
     done("first calls")
     times = lib.time_in_turns(cases, flags.variants, flags.reps, flags.calls)
     done("timed")
+    for (split, variant), values in times.items():  # tracing takes a while more
+        print(f"{split!s:12} {variant:12} {statistics.median(values):9.2f} ms", flush=True)
     shares = lib.collective_times(cases, known)
     done("traced")
     medians = {key: statistics.median(values) for key, values in times.items()}

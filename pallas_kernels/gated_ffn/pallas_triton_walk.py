@@ -30,6 +30,9 @@ from pallas_kernels import _triton as tl
 from pallas_kernels.gated_ffn.config import FFNConfig
 
 
+BACKWARDS = True
+
+
 def _column_parts(features: int, chunk: int) -> list[tuple[int, int, bool]]:
     """(offset, size, masked) of the steps over a row: full chunks, then a power of two >= 32."""
     parts = [(offset, chunk, False) for offset in range(0, features - chunk + 1, chunk)]
@@ -87,7 +90,8 @@ def _lists_kernel(*refs, parts, width, split_hot):
     limit_ref, pre_ref = refs[:2]
     hot_ref = refs[3] if split_hot else None
     nnz_ref, column_ref, value_ref, count_ref, rows_ref = refs[-5:]
-    token = pl.program_id(0)
+    # Last rows first: the gate matmul has just written them, so some are still in L2.
+    token = pre_ref.shape[0] - 1 - pl.program_id(0) if BACKWARDS else pl.program_id(0)
     limit = limit_ref[0]
 
     @pl.when(limit >= 0)
