@@ -133,6 +133,13 @@ def lowest_bit(word: Array) -> Array:
     return lax.population_count((word & -word) - 1)
 
 
+def add_bias(pre: Array, bias: Array | None) -> Array:
+    """pre + bias as the dense engine adds them: in float32, rounded to pre's dtype."""
+    if bias is None:
+        return pre
+    return (pre.astype(jnp.float32) + bias.astype(jnp.float32)).astype(pre.dtype)
+
+
 def is_active(pre: Array) -> Array:
     """True where a ReLU lets the pre-activation through: not (pre <= 0), so NaN counts."""
     return jnp.logical_not(pre <= 0)

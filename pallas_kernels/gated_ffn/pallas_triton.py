@@ -93,17 +93,20 @@ def forward(
         fired, sparse = None, jnp.int32(1)
     else:
         pre = jnp.einsum("md,fd->mf", rows, up if gate is None else gate)
-        if gate_bias is not None:
-            pre = pre + gate_bias
         y, l1, nnz, way, lists, up_out = _after_gate(
-            rows, pre, up, down, gated=gate is not None, config=config, training=training
+            *(rows, pre, gate_bias, up, down),
+            gated=gate is not None,
+            config=config,
+            training=training,
         )
-        sparse = jnp.minimum(way, 1)
+        sparse, fired = jnp.minimum(way, 1), None
         if training:
             saved = saved._replace(lists=lists)
             if config.residuals == "full":
                 saved = saved._replace(pre=pre, up_out=up_out)
-        fired = jnp.sum(tl.is_active(pre), axis=0, dtype=jnp.int32) if count_neurons else None
+        if count_neurons:
+            active = tl.is_active(tl.add_bias(pre, gate_bias))
+            fired = jnp.sum(active, axis=0, dtype=jnp.int32)
     output = FFNOutput(y.reshape(x.shape), l1.reshape(lead), nnz.reshape(lead), fired, sparse)
     return output, saved if training else None
 
@@ -112,19 +115,23 @@ def after_gate(
     x: Array, pre: Array, up: Array, down: Array, *, gated: bool, config: FFNConfig
 ) -> tuple[Array, Array, Array]:
     """y (M, D), l1 (M,), nnz (M,) from x (M, D) and its pre-activations (M, F)."""
-    return _after_gate(x, pre, up, down, gated=gated, config=config, training=False)[:3]
+    return _after_gate(x, pre, None, up, down, gated=gated, config=config, training=False)[:3]
 
 
-def _after_gate(x, pre, up, down, *, gated: bool, config: FFNConfig, training: bool):
-    """(y, l1, nnz, way, Lists or None, x up^T or None); the last two on `training`'s account."""
+def _after_gate(x, pre, bias, up, down, *, gated: bool, config: FFNConfig, training: bool):
+    """(y, l1, nnz, way, Lists or None, x up^T or None); the last two on `training`'s account.
+
+    `pre` is without the bias: every kernel adds it where it reads.
+    """
     (tokens, width), features = x.shape, up.shape[0]
     full = training and config.residuals == "full" and gated
-    plan = pallas_triton_plan.plan(pre, width, config, training=training)
+    plan = pallas_triton_plan.plan(pre, bias, width, config, training=training)
 
     def sparse(hot: FFNOutput | None):
         nnz, columns, values, count, rows = pallas_triton_walk.lists(
             plan.limit,
             pre,
+            bias,
             None if hot is None else plan.hot_words,
             width=config.list_width,
             chunk=config.list_chunk,
@@ -138,7 +145,7 @@ def _after_gate(x, pre, up, down, *, gated: bool, config: FFNConfig, training: b
         )
         # Long rows are the tail's in full, their hot neurons included.
         y, l1, total = pallas_triton_tail.tail(
-            *(count, rows, x, pre, up, down, y, l1, nnz),
+            *(count, rows, x, pre, bias, up, down, y, l1, nnz),
             gated=gated,
             up_tile=config.tail_up,
             down_tile=config.tail_down,
@@ -153,7 +160,9 @@ def _after_gate(x, pre, up, down, *, gated: bool, config: FFNConfig, training: b
 
     def with_hot():
         # Padding reads zeros, which are not active.
-        pre_hot = pre.at[:, plan.hot].get(mode="fill", fill_value=0)
+        pre_hot = tl.add_bias(
+            pre.at[:, plan.hot].get(mode="fill", fill_value=0), hot_rows(plan.hot, bias)
+        )
         up_out = jnp.einsum("md,fd->mf", x, hot_rows(plan.hot, up)) if gated else None
         hot = reference.after_gate(
             x, pre_hot, up_out, hot_rows(plan.hot, down), activation="relu", count_neurons=False
@@ -162,7 +171,7 @@ def _after_gate(x, pre, up, down, *, gated: bool, config: FFNConfig, training: b
 
     def dense():
         up_out = jnp.einsum("md,fd->mf", x, up) if gated else None
-        h, l1, nnz = pallas_triton_tail.product(pre, up_out)
+        h, l1, nnz = pallas_triton_tail.product(pre, bias, up_out)
         lists = ()
         if training:
             shape = (tokens, pallas_triton_walk.list_slots(features, config))

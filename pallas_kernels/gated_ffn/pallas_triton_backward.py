@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import _triton as tl
 from pallas_kernels.gated_ffn import pallas_triton_neurons as neurons
 from pallas_kernels.gated_ffn import pallas_triton_row_grads as row_grads
 from pallas_kernels.gated_ffn import pallas_triton_weight_grads as weight_grads
@@ -56,7 +57,10 @@ class Lists(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """x (M, D) and weights; the lists, or None where there are none; both projections, or None."""
+    """x (M, D) and weights; the lists, or None where there are none; both projections, or None.
+
+    `pre` is x gate^T, the bias not yet in it.
+    """
 
     x: Array
     gate: Array | None
@@ -72,6 +76,8 @@ def _dense(saved: Residuals, dy: Array, dl1: Array):
     x, gate, up, down, gate_bias, _, pre, up_out = saved
     if pre is None:
         pre, up_out = reference.pre_activations(x, gate, up, gate_bias)
+    else:
+        pre = tl.add_bias(pre, gate_bias)
     full = reference.Residuals(x, gate, up, down, gate_bias, pre, up_out)
     return reference.backward(full, dy, dl1, activation="relu")
 

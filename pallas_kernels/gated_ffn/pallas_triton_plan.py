@@ -180,11 +180,11 @@ def _plan_kernel(
     tl.store(hot_ref.at[at], slot * 0 + features, mask=padding & (slot < most))
 
 
-def plan(pre: Array, width: int, config: FFNConfig, *, training: bool) -> Plan:
-    """The plan for pre-activations (M, F) of a layer with D = width."""
+def plan(pre: Array, bias: Array | None, width: int, config: FFNConfig, *, training: bool) -> Plan:
+    """The plan for pre-activations pre (M, F) + bias (F,) of a layer with D = width."""
     tokens, features = pre.shape
     stride = max(1, tokens // _SAMPLE) | 1  # odd: sequences start at even rows, with long lists
-    active = tl.is_active(pre[min(7, tokens - 1) % stride :: stride])
+    active = tl.is_active(tl.add_bias(pre[min(7, tokens - 1) % stride :: stride], bias))
     nnz = jnp.sum(active, axis=1, dtype=jnp.int32)
     fired = jnp.sum(active, axis=0, dtype=jnp.int32)
     rule: str | int = {"dense": DENSE, "sparse": SPARSE, "hot": HOT}.get(config.choice, "choose")

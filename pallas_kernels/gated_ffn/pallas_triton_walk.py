@@ -30,9 +30,6 @@ from pallas_kernels import _triton as tl
 from pallas_kernels.gated_ffn.config import FFNConfig
 
 
-BACKWARDS = True
-
-
 def _column_parts(features: int, chunk: int) -> list[tuple[int, int, bool]]:
     """(offset, size, masked) of the steps over a row: full chunks, then a power of two >= 32."""
     parts = [(offset, chunk, False) for offset in range(0, features - chunk + 1, chunk)]
@@ -45,6 +42,7 @@ def _column_parts(features: int, chunk: int) -> list[tuple[int, int, bool]]:
 
 def _list_active(
     pre_ref: Any,
+    bias_ref: Any,
     hot_ref: Any,
     column_ref: Any,
     value_ref: Any,
@@ -54,15 +52,21 @@ def _list_active(
 ):
     """Writes the active columns of row `token`, ascending, and their values; returns their number.
 
+    A value is pre + bias.
     The first `width` entries are kept, the count is of all of them. Columns whose bit is set in the
     words of `hot_ref` do not count as active.
     """
     features = pre_ref.shape[1]
+
+    def value(at, **mask):
+        bias = None if bias_ref is None else tl.load(bias_ref.at[at], **mask)
+        return tl.add_bias(tl.load(pre_ref.at[token, at], **mask), bias)
+
     total = jnp.int32(0)
     for offset, size, masked in parts:
         columns = offset + lax.broadcasted_iota(jnp.int32, (size,), 0)
         mask = {"mask": columns < features, "other": -1.0} if masked else {}
-        words = tl.pack_bits(tl.is_active(tl.load(pre_ref.at[token, columns], **mask)))
+        words = tl.pack_bits(tl.is_active(value(columns, **mask)))
         lane = lax.broadcasted_iota(jnp.int32, (size // 32,), 0)
         if hot_ref is not None:
             word = offset // 32 + lane
@@ -77,8 +81,7 @@ def _list_active(
             slot = jnp.where(live, position, width + lane)
             column = offset + 32 * lane + tl.lowest_bit(words)
             tl.store(column_ref.at[token, slot], column, mask=live)
-            value = tl.load(pre_ref.at[token, column], mask=live, other=0.0)
-            tl.store(value_ref.at[token, slot], value, mask=live)
+            tl.store(value_ref.at[token, slot], value(column, mask=live, other=0.0), mask=live)
             return words & (words - 1), position + 1
 
         lax.fori_loop(0, jnp.max(counts), emit, (words, position))
@@ -86,17 +89,17 @@ def _list_active(
     return total
 
 
-def _lists_kernel(*refs, parts, width, split_hot):
+def _lists_kernel(*refs, parts, width, biased, split_hot):
     limit_ref, pre_ref = refs[:2]
-    hot_ref = refs[3] if split_hot else None
+    bias_ref = refs[3] if biased else None
+    hot_ref = refs[3 + biased] if split_hot else None
     nnz_ref, column_ref, value_ref, count_ref, rows_ref = refs[-5:]
-    # Last rows first: the gate matmul has just written them, so some are still in L2.
-    token = pre_ref.shape[0] - 1 - pl.program_id(0) if BACKWARDS else pl.program_id(0)
+    token = pl.program_id(0)
     limit = limit_ref[0]
 
     @pl.when(limit >= 0)
     def _list():
-        nnz = _list_active(pre_ref, hot_ref, column_ref, value_ref, token, parts, width)
+        nnz = _list_active(pre_ref, bias_ref, hot_ref, column_ref, value_ref, token, parts, width)
         nnz_ref[token] = nnz
 
         @pl.when(nnz > limit)
@@ -120,14 +123,23 @@ def list_slots(features: int, config: FFNConfig) -> int:
 
 
 def lists(
-    limit: Array, pre: Array, hot_words: Array | None, *, width: int, chunk: int, warps: int
+    limit: Array,
+    pre: Array,
+    bias: Array | None,
+    hot_words: Array | None,
+    *,
+    width: int,
+    chunk: int,
+    warps: int,
 ) -> list[Array]:
     """Active columns per row, and the rows that are too long to walk.
 
     Args:
       limit: (1,) int32; rows with more active columns are deferred, all rows when it is negative
         (then nothing is read or listed).
-      pre: (M, F) pre-activations.
+      pre: (M, F) pre-activations, less the bias.
+      bias: (F,), added to every row here (a pass of its own costs 0.11 ms at 16,384 x 5,632 on an
+        H200, a tenth of the layer); None for none.
       hot_words: (ceil(F / 32),) int32, bits of columns to leave out; None leaves none out.
       width: columns kept per row.
       chunk: columns per step.
@@ -144,6 +156,7 @@ def lists(
             _lists_kernel,
             parts=_column_parts(features, chunk),
             width=width,
+            biased=bias is not None,
             split_hot=hot_words is not None,
         ),
         name="gated_ffn_lists",
@@ -158,7 +171,7 @@ def lists(
         num_warps=warps,
         num_stages=1,
         aliases={2: 3},
-    )(limit, pre, jnp.zeros((1,), jnp.int32), *([] if hot_words is None else [hot_words]))
+    )(limit, pre, jnp.zeros((1,), jnp.int32), *(a for a in (bias, hot_words) if a is not None))
 
 
 def _walk_kernel(*refs, gated, based):

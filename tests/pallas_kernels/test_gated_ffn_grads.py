@@ -98,7 +98,7 @@ def heat(inputs):
 def plan(inputs):
     pre = inputs["x"] @ inputs["gate"].T + inputs["gate_bias"]
     with pallas_kernels.interpret():
-        return pallas_triton_plan.plan(pre, WIDTH, CONFIG, training=True)
+        return pallas_triton_plan.plan(pre, None, WIDTH, CONFIG, training=True)
 
 
 def test_all_ways_of_one_program():

@@ -112,7 +112,7 @@ def test_hot_neurons_are_weighed_by_what_is_left_to_walk(nnz, way):
     pre = jnp.where(fires, 1.0, -1.0).astype(jnp.bfloat16)
     settings = FFNConfig(hot_neurons=128)
     with pallas_kernels.interpret():
-        plan = pallas_triton_plan.plan(pre, 2048, settings, training=True)
+        plan = pallas_triton_plan.plan(pre, None, 2048, settings, training=True)
     assert int(plan.way) == way
     # Beside the hot ones no row is longer than a list.
     assert int(plan.limit[0]) == settings.list_width
@@ -144,6 +144,17 @@ def test_decode(tokens, gated, dtype):
     finite = np.isfinite(np.array(spoiled.y.astype(jnp.float32)))
     assert not finite[0].any()
     assert finite[1:].all()
+
+
+@pytest.mark.parametrize("config", [MIXED, ALL_ROWS])
+def test_biases_that_do_nothing_and_that_silence(config):
+    inputs = ffn_inputs(18, 48, 97)
+    nothing, bias = jnp.zeros_like(inputs["gate_bias"]), inputs["gate_bias"]
+    zeros, none = (run(inputs | {"gate_bias": b}, config) for b in (nothing, None))
+    for a, b in zip(jax.tree.leaves(zeros), jax.tree.leaves(none), strict=True):
+        np.testing.assert_array_equal(np.array(a), np.array(b))
+    silent = inputs | {"gate_bias": bias.at[::3].set(-jnp.inf)}
+    assert int(check(silent, config).nnz.max()) == 97 - 33
 
 
 def test_counts_neurons():
