@@ -24,34 +24,52 @@ def plot_scaling(rows: Sequence[Mapping[str, Any]], path: str | Path | None = No
       path: where to save it, None for nowhere.
 
     Returns:
-      The figure; a line per variant and kind of split.
+      The figure; a line per variant and kind of split, from the variant's one device on. At the
+      right a marker is all time in collectives, the bar's lower end what nothing else covers.
     """
-    figure = _figure(figsize=(10, 4.2))
+    figure = _figure(figsize=(11, 4.2))
     efficiency, share = figure.subplots(1, 2)
     lines: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         kind = "+".join(a for a, n in zip(AXES, row["split"], strict=True) if n > 1)
         lines[row["variant"], kind].append(row)
-    kinds = sorted({kind for _, kind in lines})
-    styles = {v: s for v, s in zip(sorted({v for v, _ in lines}), ("-", "--", ":"), strict=False)}
+    kinds = sorted({kind for _, kind in lines if kind})
+    variants = sorted({variant for variant, _ in lines})
     for (variant, kind), members in sorted(lines.items()):
-        members = sorted(members, key=lambda row: row["devices"])
-        counts = [row["devices"] for row in members]
-        look = {"color": f"C{kinds.index(kind)}", "linestyle": styles[variant], "marker": "o"}
+        if not kind and kinds:
+            continue  # where the other lines start
+        members = sorted(members + (lines[variant, ""] if kind else []), key=_devices)
+        counts = [_devices(row) for row in members]
+        which = variants.index(variant)
+        look = {"color": f"C{kinds.index(kind) if kind else 0}", "marker": "os^"[which % 3]}
+        look["linestyle"] = ("--", "-", ":")[which % 3]
+        efficiency.plot(counts, [row["efficiency"] for row in members], **look)
+        shares = [_share(row, "collective_share") for row in members]
+        bare = [_share(row, "collective_exposed_share") for row in members]
         label = f"{variant}, {kind or 'one device'}"
-        efficiency.plot(counts, [row["efficiency"] for row in members], label=label, **look)
-        if kind:
-            shares = [np.nan if (s := row["collective_share"]) is None else s for row in members]
-            share.plot(counts, shares, **look)
+        at = np.array(counts) * (1 + 0.02 * (which - (len(variants) - 1) / 2))
+        share.plot(at, shares, label=label, **look)
+        share.vlines(at, bare, shares, color=look["color"], alpha=0.6)
     efficiency.set_ylabel("tokens/s over devices x tokens/s of one")
-    share.set_ylabel("share of time in collectives")
+    share.set_ylabel("share of time in collectives (bar: hidden)")
+    ticks = sorted({_devices(row) for row in rows})
     for axes in (efficiency, share):
         axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(n) for n in ticks])
         axes.set_xlabel("devices")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-    efficiency.legend(fontsize=7)
+    share.legend(fontsize=7, loc="upper left")
     return _done(figure, path)
+
+
+def _devices(row: Mapping[str, Any]) -> int:
+    return row["devices"]
+
+
+def _share(row: Mapping[str, Any], name: str) -> float:
+    value = row[name]
+    return np.nan if value is None else value
 
 
 def plot_plan(rows: Sequence[Mapping[str, Any]], path: str | Path | None = None) -> Figure:

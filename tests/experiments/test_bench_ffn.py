@@ -60,6 +60,7 @@ def test_stored_masks_are_what_the_stages_see(script, tmp_path, monkeypatch):
     for row, mask in zip(rows, masks, strict=True):
         assert row["nnz"] == pytest.approx(mask.sum(-1).mean())
         assert row["ms"] == pytest.approx(row["gate_ms"] + row["after_gate_ms"])
+        assert row["d_ff"] == 64  # of the masks, whatever the flag says
 
 
 @pytest.mark.parametrize("nnz", [3.0, 40.0])
