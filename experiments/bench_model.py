@@ -28,7 +28,7 @@ from pallas_kernels import UnsupportedError
 from sparsejax import benchmark
 from sparsejax.calibrate import measured_profile
 from sparsejax.config import ModelConfig
-from sparsejax.studies.flags import at_least, check_file
+from sparsejax.studies.flags import at_least, check_file, first_layers
 from sparsejax.studies.timing import time_variants
 from sparsejax.training.config import TrainConfig
 
@@ -82,8 +82,7 @@ class Flags:
 
 def model_of(flags: Flags) -> ModelConfig:
     """The sparse model: the preset, cut to --layers."""
-    model = TrainConfig(preset=flags.preset).model()
-    model = model.replace(layers=model.layers[: flags.layers])
+    model = first_layers(TrainConfig(preset=flags.preset).model(), flags.layers, flags.preset)
     needed = (flags.seq_len or 0) + (flags.decode_steps if flags.mode == "decode" else 0)
     if needed > model.context_length:
         raise ValueError(

@@ -34,7 +34,13 @@ from sparsejax import scaling_benchmark as lib
 from sparsejax.analysis import scaling, scaling_plots
 from sparsejax.analysis.devices import DEVICES
 from sparsejax.config import ModelConfig
-from sparsejax.studies.flags import at_least, check_devices, check_file, not_empty
+from sparsejax.studies.flags import (
+    at_least,
+    check_devices,
+    check_file,
+    first_layers,
+    not_empty,
+)
 from sparsejax.training.config import TrainConfig
 
 SMOKE = {"preset": "tiny", "layers": 1, "batch_size": 2, "seq_len": 32, "nnz": 8.0, "reps": 1}
@@ -129,8 +135,7 @@ def bench(flags: Flags) -> list[dict[str, Any]]:
     not_empty(flags, "variants")
     at_least(flags, 1, "devices", "batch_size", "seq_len", "layers", "accumulate", "reps", "calls")
     at_least(flags, 0, "nnz", "seed")
-    model = TrainConfig(preset=flags.preset).model()
-    model = model.replace(layers=model.layers[: flags.layers])
+    model = first_layers(TrainConfig(preset=flags.preset).model(), flags.layers, flags.preset)
     if not model.sparse_layers:
         raise ValueError(f"--preset {flags.preset!r} has no ReLU layer to be sparse in")
 

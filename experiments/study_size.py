@@ -23,7 +23,7 @@ import numpy as np
 from sparsejax import benchmark, presets
 from sparsejax.calibrate import measured_profile
 from sparsejax.studies import plots
-from sparsejax.studies.flags import at_least, check_folder, not_empty
+from sparsejax.studies.flags import at_least, check_folder, first_layers, not_empty
 from sparsejax.studies.records import Budget, Records, write_csv
 from sparsejax.studies.timing import time_variants
 from sparsejax.training.launch import run_script
@@ -86,8 +86,7 @@ def smoke(args: Args) -> Args:
 
 def measure(args: Args, preset: str, mode: str) -> dict[str, Any]:
     """Rows of the variants, and the gain over the fastest dense one in percent."""
-    model = presets.get(preset)
-    model = model.replace(layers=model.layers[: args.layers])
+    model = first_layers(presets.get(preset), args.layers, preset)
     ffns = [model.layers[i].ffn for i in model.sparse_layers]
     profile = measured_profile([ffn.d_ff for ffn in ffns if ffn is not None])
     shape = benchmark.Shape(args.batch_size, args.seq_len, args.remat, pattern=args.pattern)
@@ -144,7 +143,7 @@ def main(args: Args) -> int:
     at_least(args, 1, "batch_size", "seq_len", "layers", "reps", "calls")
     at_least(args, 0, "energy_seconds", "time_limit")
     for preset in args.presets:
-        presets.get(preset)
+        first_layers(presets.get(preset), args.layers, preset)
     check_folder("--results", args.results)
     budget, records = Budget(args.time_limit), Records(args.results / "study_size.jsonl")
     for preset in args.presets:

@@ -126,6 +126,11 @@ def main(args: Args) -> int:
     check_setting(args.setting)
     not_empty(args, "seeds")
     at_least(args, 0, "seeds", "long", "revive", "warmup", "time_limit")
+    if args.warmup > 0.5:
+        raise ValueError(
+            "--warmup is the share of the steps without the L1 term, and again of those over which "
+            f"it grows: at most 0.5, got {args.warmup}"
+        )
     check_folder("--results", args.results)
     setting, budget = args.setting, Budget(args.time_limit)
     records = Records(args.results / "study_sparsity.jsonl")

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from sparsejax.config import ModelConfig
+
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -72,6 +74,24 @@ def check_devices(what: str, needed: int) -> None:
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         hint = f"; on a CPU, {flag} makes {'two' if needed == 2 else needed}"
     raise ValueError(f"{what} needs more than the {jax.device_count()} devices here{hint}")
+
+
+def first_layers(config: ModelConfig, layers: int | None, name: str) -> ModelConfig:
+    """The model's first `layers` layers; None for all.
+
+    Args:
+      config: the model.
+      layers: the flag --layers.
+      name: the model's, for messages.
+
+    Raises:
+      ValueError: more layers than it has.
+    """
+    if layers is not None and layers > config.num_layers:
+        raise ValueError(
+            f"--layers must be at most the {config.num_layers} layers of {name!r}, got {layers}"
+        )
+    return config.replace(layers=config.layers[:layers])
 
 
 def check_file(flag: str, path: Path | None, *suffixes: str) -> None:

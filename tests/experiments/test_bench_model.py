@@ -62,6 +62,10 @@ def test_profiles(script):
         ({"preset": "tiny-dense"}, "has no ReLU layer"),
         ({"preset": "tiny", "seq_len": 250, "mode": "decode"}, "come to 282 positions"),
         ({"preset": "tiny", "seq_len": 257}, "come to 257 positions"),
+        (
+            {"preset": "tiny", "layers": 99},
+            "must be at most the 4 layers of 'tiny', got 99",
+        ),
     ],
 )
 def test_a_model_that_does_not_fit(script, changes, message):

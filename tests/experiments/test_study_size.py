@@ -40,6 +40,7 @@ def test_refused_before_anything_runs(run_study):
         ({"presets": ()}, "^--presets is an empty list"),
         ({"presets": ("tiny", "nope")}, "^unknown preset 'nope'"),
         ({"calls": 0}, "^--calls must be at least 1, got 0$"),
+        ({"presets": ("1b", "tiny"), "layers": 9}, "^--layers must be at most the 4 layers of 't"),
     ):
         with pytest.raises(ValueError, match=message):
             script.main(script.Args(**changes))

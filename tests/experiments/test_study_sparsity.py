@@ -54,6 +54,7 @@ def test_refused_before_anything_runs(run_study):
     for changes, message in (
         ({"seeds": ()}, "^--seeds is an empty list"),
         ({"setting": script.Setting(steps=0)}, "^--steps must be at least 1, got 0$"),
+        ({"warmup": 0.6}, r"^--warmup is the share .* at most 0\.5, got 0\.6$"),
     ):
         with pytest.raises(ValueError, match=message):
             script.main(script.Args(**changes))
