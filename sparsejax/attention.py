@@ -69,22 +69,52 @@ def causal_attention(q: Queries, k: Keys, v: Keys, segment_ids: Array | None) ->
     return attend(q32, k32, v32, implementation="xla").astype(q.dtype)
 
 
-def cached_attention(
-    q: Queries, k: Keys, v: Keys, positions: Array, cache: LayerCache
-) -> tuple[Queries, LayerCache]:
-    """Writes k and v into slots `positions` (B, T), then attends to slots at or before each query.
+def token_positions(positions: Array | None, batch: int, length: int) -> Array:
+    """`positions` (B, T) as given; for None 0..T-1 in every row."""
+    if positions is None:
+        return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    return positions
+
+
+def write_cache(k: Keys, v: Keys, positions: Array | None, cache: LayerCache) -> LayerCache:
+    """The cache with k and v (B, T, G, K) in slots `positions` (B, T); None means 0..T-1.
 
     Rows may be at different positions. Positions must lie in [0, S): a key written beyond the last
     slot is lost without a sign, so the caller checks on the host, where positions are known.
+
+    Raises:
+      ValueError: positions is None and the cache is not (B, G, T or more, K).
     """
 
     def write_row(buffer: Array, rows: Array, at: Array) -> Array:
         return buffer.at[:, at].set(rows.swapaxes(0, 1).astype(buffer.dtype))
 
-    write = jax.vmap(write_row)
-    cache = LayerCache(
-        keys=write(cache.keys, k, positions), values=write(cache.values, v, positions)
-    )
+    def write(buffer: Array, rows: Array) -> Array:
+        if positions is not None:
+            return jax.vmap(write_row)(buffer, rows, positions)
+        b, t, g, width = rows.shape
+        if buffer.shape != (b, g, max(t, buffer.shape[2]), width):
+            raise ValueError(
+                f"cache: {t} tokens from position 0 on need (B, G, S, K) = ({b}, {g}, {t} or more, "
+                f"{width}), got {buffer.shape}; make it with init_cache(config, {b}, {t})"
+            )
+        # A plain copy, and nothing of the old buffer where T = S. A scatter, of 8 x 2048
+        # tokens, took 0.255 ms on an H200, of which its bytes explain 0.03.
+        rows = rows.swapaxes(1, 2).astype(buffer.dtype)
+        return jax.lax.dynamic_update_slice(buffer, rows, (0, 0, 0, 0))
+
+    return LayerCache(keys=write(cache.keys, k), values=write(cache.values, v))
+
+
+def cached_attention(
+    q: Queries, k: Keys, v: Keys, positions: Array | None, cache: LayerCache
+) -> tuple[Queries, LayerCache]:
+    """`write_cache`, then attends to slots at or before each query.
+
+    A key at a position beyond the last slot is lost, and its query attends without it.
+    """
+    cache = write_cache(k, v, positions, cache)
+    positions = token_positions(positions, *q.shape[:2])
     slots = jnp.arange(cache.keys.shape[2], dtype=positions.dtype)
     mask = (slots <= positions[:, :, None])[:, None]
     keys, values = (x.astype(q.dtype).swapaxes(1, 2) for x in (cache.keys, cache.values))

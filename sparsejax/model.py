@@ -76,7 +76,8 @@ def forward(
       tokens: (B, T) ids in [0, `config.vocab_size`); any other gives NaN, never another row.
       positions: (B, T) rotary positions; None means 0..T-1 in every row.
       segment_ids: (B, T) document of each token; attention stays inside a document.
-      cache: key/value cache to read and extend (with `positions` as slots).
+      cache: key/value cache to read and extend (with `positions` as slots). Where positions is None
+        it needs T slots or more, and is written by a plain copy in the place of a scatter.
       options: engine, remat, counting; none of them changes the result.
 
     Returns:
@@ -84,7 +85,7 @@ def forward(
 
     Raises:
       ValueError: parameters that do not fit the config (missing, extra or misshapen leaves), tokens
-        that are not integers (B, T), or arguments of another shape.
+        that are not integers (B, T), arguments of another shape, or a cache too small for them.
     """
     check_params(config, params)
     tokens, positions, segment_ids = _from_host(tokens, positions, segment_ids)

@@ -16,7 +16,14 @@ from jax import Array
 
 from pallas_kernels import FFNOutput
 from sparsejax import rope
-from sparsejax.attention import Cache, LayerCache, cached_attention, causal_attention
+from sparsejax.attention import (
+    Cache,
+    LayerCache,
+    cached_attention,
+    causal_attention,
+    token_positions,
+    write_cache,
+)
 from sparsejax.config import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
 from sparsejax.ffn import Residuals, ffn
 from sparsejax.params import leaf_initializer
@@ -103,12 +110,13 @@ class Attention(_Module):
     def __call__(
         self,
         x: Hidden,
-        positions: Array,
+        positions: Array | None,
         segment_ids: Array | None,
         cache: LayerCache | None,
     ) -> tuple[Hidden, LayerCache | None]:
         """Returns the delta (B, T, D) and the updated cache."""
         a, d = self.attention, self.config.d_model
+        at = token_positions(positions, *x.shape[:2])
         heads = {"q": a.num_heads, "k": a.num_kv_heads, "v": a.num_kv_heads}
         projected = {}
         for name, n in heads.items():
@@ -121,15 +129,16 @@ class Attention(_Module):
                 scale = self.weight(f"{name}_norm", a.head_dim, dtype="float32")
                 y = rms_norm(y, scale, self.config.norm_eps)
             if name != "v":
-                y = rope.rotate(y, positions, self.config.rope)
+                y = rope.rotate(y, at, self.config.rope)
             projected[name] = constrain(y, BATCH_AXES, None, "tensor", None)
         q, k, v = projected["q"], projected["k"], projected["v"]
         if cache is None:
             out = causal_attention(q, k, v, segment_ids)
+        elif self.options.fresh_cache:
+            cache = write_cache(k, v, positions, cache)
+            out = causal_attention(q, k, v, None)
         else:
             out, cache = cached_attention(q, k, v, positions, cache)
-            if self.options.fresh_cache:
-                out = causal_attention(q, k, v, None)
         o = self.weight("o", a.num_heads, a.head_dim, d)
         return jnp.einsum("bthk,hkd->btd", out, o), cache
 
@@ -167,7 +176,7 @@ class Layer(_Module):
     def __call__(
         self,
         x: Hidden,
-        positions: Array,
+        positions: Array | None,
         segment_ids: Array | None,
         cache: LayerCache | None,
     ) -> tuple[Hidden, FFNOutput | None, LayerCache | None]:
@@ -202,9 +211,8 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
     ) -> tuple[Hidden, list[FFNOutput], Cache | None]:
         """Returns normed hidden states, one FFNOutput per layer with an FFN, and the new cache."""
-        if positions is None:
-            steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-            positions = jnp.broadcast_to(steps, tokens.shape)
+        if cache is None:  # with one, None tells the layers that a plain copy writes it
+            positions = token_positions(positions, *tokens.shape)
         x = Embed(self.config, name="embed")(tokens, inference=cache is not None)
         remat = self.options.remat
         layer_cls = Layer if remat == "none" else nn.remat(Layer, policy=REMAT_POLICIES[remat])

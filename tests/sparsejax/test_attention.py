@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sparsejax import attention
-from sparsejax.attention import LayerCache, cached_attention, init_cache
+from sparsejax.attention import LayerCache, cached_attention, init_cache, write_cache
 from sparsejax.config import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
 
 causal_attention = jax.jit(attention.causal_attention)
@@ -125,6 +125,29 @@ def test_a_key_beyond_the_last_slot_is_lost_and_nothing_else_changes():
     np.testing.assert_array_equal(cache.keys[0], full[0])
     np.testing.assert_array_equal(cache.keys[1], full[1].at[:, 2].set(k[1, 0]))
     assert "lost" in (cached_attention.__doc__ or "")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_without_positions_tokens_go_into_the_first_slots(dtype):
+    _, k, v = inputs(t=5)
+    full = jnp.ones((2, 2, 7, 8), dtype)
+    cache = jax.jit(write_cache)(k, v, None, LayerCache(full, full))
+    for got, rows in ((cache.keys, k), (cache.values, v)):
+        want = np.ones((2, 2, 7, 8), np.float32)
+        want[:, :, :5] = rows.astype(dtype).astype(jnp.float32).swapaxes(1, 2)
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got.astype(jnp.float32), want)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 4, 8), (3, 2, 5, 8), (2, 3, 5, 8), (2, 2, 5, 9)])
+def test_a_cache_into_which_the_tokens_do_not_fit_is_refused(shape):
+    """A plain copy would fill a corner of a cache that is too large without a sign."""
+    _, k, v = inputs(t=5)
+    cache = LayerCache(jnp.ones(shape), jnp.ones(shape))
+    with pytest.raises(
+        ValueError, match=r"= \(2, 2, 5 or more, 8\), got \(.*init_cache\(config, 2, 5"
+    ):
+        write_cache(k, v, None, cache)
 
 
 def test_a_cache_of_another_dtype():
