@@ -17,6 +17,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import numpy as np
 import tyro
 
@@ -118,7 +119,8 @@ def quality_of(args: Args, config: ModelConfig, params: Params) -> dict[str, Any
     """Held-out loss and the engines' errors."""
     setting = args.setting
     held = windows(open_source(setting.data, "val"), setting.seq_len, setting.batch_size)
-    errors = engine_errors(config, params, held[0]["tokens"][:8])
+    sparse = "triton" if jax.default_backend() == "gpu" else None
+    errors = engine_errors(config, params, held[0]["tokens"][:8], sparse)
     return {"ce": held_out(config, params, held[: 4 if args.smoke else None])} | errors
 
 

@@ -74,10 +74,20 @@ def held_out(config: ModelConfig, params: Params, batches: Sequence[dict[str, An
     return total / tokens
 
 
-def engine_errors(config: ModelConfig, params: Params, tokens: Any) -> dict[str, float]:
+def engine_errors(
+    config: ModelConfig, params: Params, tokens: Any, sparse: str | None
+) -> dict[str, float | None]:
     """|y - z| / |z| of final hidden states y in compute dtype by engine, z dense in float32.
 
-    "error_dense" is the dense engine's, "error_sparse" that of the engine taken by default.
+    Args:
+      config: the model.
+      params: its parameters.
+      tokens: (B, T) ids.
+      sparse: the sparse engine, asked for by name (by itself a small layer takes the dense one);
+        None where it cannot run.
+
+    Returns:
+      "error_dense", and "error_sparse", None without a sparse engine.
     """
     exact = config.replace(dtype="float32")
     ids = jnp.asarray(tokens, jnp.int32)
@@ -85,11 +95,11 @@ def engine_errors(config: ModelConfig, params: Params, tokens: Any) -> dict[str,
         reference = _hidden(exact, Options(implementation="xla"), params, ids)
     norm = jnp.linalg.norm(reference)
 
-    def error(implementation: str | None) -> float:
+    def error(implementation: str) -> float:
         found = _hidden(config, Options(implementation=implementation), params, ids)
         return float(jnp.linalg.norm(found.astype(jnp.float32) - reference) / norm)
 
-    return {"error_dense": error("xla"), "error_sparse": error(None)}
+    return {"error_dense": error("xla"), "error_sparse": None if sparse is None else error(sparse)}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

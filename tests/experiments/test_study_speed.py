@@ -29,7 +29,8 @@ def test_every_case_has_its_variants_and_is_measured_once(run_study):
         assert 0 < rows["sparse_relu"]["nnz_seen"][0] < 64
         assert rows["sparse_relu"]["sparse_per_layer"] == [0.0]
         # float32 on a CPU, and both engines are the dense one.
-        assert record["error_sparse"] == record["error_dense"] < 1e-5
+        assert record["error_dense"] < 1e-5
+        assert record["error_sparse"] is None  # no sparse engine on a CPU
     with (results / "study_speed.csv").open() as file:
         table = list(csv.DictReader(file))
     assert len(table) == 12 and {row["checkpoint"] for row in table} == {"L1 0.01"}
