@@ -237,7 +237,8 @@ def about(flags: Flags) -> dict[str, Any]:
     ).stdout.strip()
     device = flags.device if flags.plan else jax.devices()[0].device_kind
     said = json.loads(json.dumps(dataclasses.asdict(flags), default=str))
-    said = {k: v for k, v in said.items() if k not in ("devices", "device", "utilisation")}
+    left_out = {"devices", "device"} | (set() if flags.plan else {"utilisation"})
+    said = {k: v for k, v in said.items() if k not in left_out}
     flags_of_xla = {"xla_flags": os.environ.get("XLA_FLAGS", "")}
     return {"device": device, "jax": jax.__version__, "git": sha} | flags_of_xla | said
 

@@ -40,14 +40,19 @@ class Cluster:
         is 400 Gbit/s per GPU, as in the vendor's eight-GPU systems.
       network_hop: seconds of a hop between hosts; the default is NCCL's tuning model (hwLat of
         rings over network, Simple protocol).
-      link_share, network_share: of the bandwidths that collectives reach; assumed, not measured.
+      link_share: of the link's bandwidth that collectives of activations reach, while nothing else
+        runs. Measured on two H200 (`2b`, tensor 2): 0.51 and 0.57.
+      busy_link_share: the same for weights and gradients, beside which matrix products run and slow
+        them. There: 0.31 and 0.39 (data 2), 0.21 and 0.24 (fsdp 2).
+      network_share: of the network's bandwidth; assumed, not measured.
     """
 
     device: str | Device = "h200"
     devices_per_host: int = 8
     network_bandwidth: float = 50e9
     network_hop: float = 14e-6
-    link_share: float = 0.8
+    link_share: float = 0.55
+    busy_link_share: float = 0.25
     network_share: float = 0.8
 
     def seconds(self, term: Term, sizes: Sequence[int]) -> float:
@@ -59,7 +64,8 @@ class Cluster:
         n = ids[index].size
         if n == 1:
             return 0.0
-        bandwidth = device.link_bandwidth * self.link_share
+        alone = term.what in ("activations", "statistics")
+        bandwidth = device.link_bandwidth * (self.link_share if alone else self.busy_link_share)
         if len(hosts) > 1:
             together = n // len(hosts)
             network = together * self.network_bandwidth * self.network_share

@@ -121,7 +121,9 @@ PLAIN = cost.Device(
     allreduce_base=2e-3,
     allreduce_hop=1e-4,
 )
-CLUSTER = scaling.Cluster(PLAIN, 4, 1e6, network_hop=1e-2, link_share=0.5, network_share=0.8)
+CLUSTER = scaling.Cluster(
+    PLAIN, 4, 1e6, network_hop=1e-2, link_share=0.5, busy_link_share=0.2, network_share=0.8
+)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,18 @@ def test_seconds_of_a_ring_by_hand(axes, split, want):
     assert twice == pytest.approx(2 * want - 3 * 2e-3 if want else 0.0, rel=1e-12)
 
 
+def test_weights_share_the_link_with_computation():
+    weights, gradients = (
+        Term(what, "all-gather", ("fsdp",), 1e6, 1) for what in ("weights", "gradients")
+    )
+    want = 2e-3 + 3e-4 + 3 / 4 * 1e6 / 2e7
+    assert CLUSTER.seconds(weights, (1, 4, 1)) == pytest.approx(want, rel=1e-12)
+    assert CLUSTER.seconds(gradients, (1, 4, 1)) == pytest.approx(want, rel=1e-12)
+    # Between hosts the network is the narrower one either way.
+    between = 2e-3 + 3 * 1e-2 + 3 / 4 * 1e6 / 0.8e6
+    assert CLUSTER.seconds(gradients, (1, 4, 4)) == pytest.approx(between, rel=1e-12)
+
+
 def test_a_step_by_hand():
     config = model()
     got = scaling.estimate(config, (1, 4, 1), 8, 20, cluster=CLUSTER, utilisation=0.5, speedup=2.0)
@@ -153,7 +167,7 @@ def test_a_step_by_hand():
     assert got.state_bytes == 3 * count and got.gathered_bytes == 4 * count
     layers = count - 64 * 5 - 512 * 64  # all matrices but the embedding, which goes twice
     gathered = 4 * (layers + 2 * 512 * 64)
-    transfer = 3 / 4 * gathered / 5e7
+    transfer = 3 / 4 * gathered / 2e7
     assert got.weights == pytest.approx(transfer + (2e-3 + 3e-4), rel=1e-12)
     assert got.exposed == pytest.approx(
         got.compute + got.optimiser + got.weights + got.gradients + got.statistics
