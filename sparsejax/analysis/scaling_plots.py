@@ -101,9 +101,11 @@ def plot_plan(rows: Sequence[Mapping[str, Any]], path: str | Path | None = None)
                 color=f"C{i}", ha="center",
             )  # fmt: skip
     axes.set_xscale("log", base=2)
+    ticks = sorted({row["devices"] for row in rows})
+    axes.set_xticks(ticks, [str(n) for n in ticks])
     axes.set_xlabel("devices (split: data x fsdp x tensor)")
     axes.set_ylabel("efficiency against one device")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower left")
     return _done(figure, path)
