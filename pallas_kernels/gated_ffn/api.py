@@ -131,7 +131,7 @@ def _backward(call: _Call, residuals, cotangent: FFNOutput):
     # The counts are integers: their cotangents are float0 and carry nothing.
     dy, dl1 = cotangent.y, cotangent.l1
     if call.engine == "xla":
-        return reference.backward(residuals, dy, dl1, activation=call.activation)
+        return reference.backward_kept(residuals, dy, dl1, activation=call.activation)
     rows = dy.reshape(-1, dy.shape[-1])
     dx, *grads = pallas_triton.backward(residuals, rows, dl1.reshape(-1), call.config)
     return dx.reshape(dy.shape), *grads
