@@ -175,7 +175,11 @@ def _after_gate(x, pre, bias, up, down, *, gated: bool, config: FFNConfig, train
         lists = ()
         if training:
             shape = (tokens, pallas_triton_walk.list_slots(features, config))
-            dtypes = [jnp.int32, pre.dtype, *([x.dtype] if gated else [])]
+            dtypes = [
+                pallas_triton_walk.column_dtype(features),
+                pre.dtype,
+                *([x.dtype] if gated else []),
+            ]
             lists = (nnz, *(tl.unwritten(shape, dtype) for dtype in dtypes))
         return jnp.einsum("mf,fd->md", h, down), l1, nnz, lists, up_out if full else ()
 

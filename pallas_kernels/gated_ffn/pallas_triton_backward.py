@@ -12,10 +12,11 @@ chosen on the device by one number:
     3   both, and for rows too long to walk the dense backward over gathered blocks of rows, whose
         float32 sums the kernels add before they round
 
-Residuals are x and the lists: (width + spare) (4 + 2 + 2) bytes per token in bf16, 2,304 at the
-default width of 256, where the dense engine keeps 4 F (22,528 at F = 5632). The dense way then
-projects gate and up again. `residuals="full"` keeps both projections too: the dense way at dense
-speed, for calls that run inside a rematerialised block or have memory to spare.
+Residuals are x and the lists: (width + spare) (2 + 2 + 2) bytes per token in bf16, 1,728 at the
+default width of 256 (columns take 4 beyond F = 65,536), where the dense engine keeps 4 F (22,528 at
+F = 5632). The dense way then projects gate and up again. `residuals="full"` keeps both projections
+too: the dense way at dense speed, for calls that run inside a rematerialised block or have memory
+to spare.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _bits_kernel(limit_ref, nnz_ref, column_ref, _bits, bits_ref, *, features):
     def step(k, carry):
         slot = k * _LIST_CHUNK + lane
         live = slot < nnz
-        column = tl.load(column_ref.at[token, slot], mask=live, other=0)
+        column = tl.load(column_ref.at[token, slot], mask=live, other=0).astype(jnp.int32)
         # A masked-out lane gets a row of its own behind the neurons.
         row = jnp.where(live, column, features + lane)
         tl.set_bits(bits_ref, (row, token // 32 + 0 * lane), jnp.where(live, bit, 0), live)
@@ -137,7 +137,7 @@ def by_neuron(
     Args:
       limit: (1,) int32; rows with more active columns are left out.
       nnz: (M,) int32.
-      columns: (M, width) int32, ascending active columns of each row.
+      columns: (M, width) integers, ascending active columns of each row.
       features: F.
       segment: most entries of one segment.
       capacity: at least the number of entries (the caller's promise; it sizes `owner`).

@@ -59,7 +59,7 @@ def _hidden_kernel(*refs, gated, unroll):
             at = jnp.minimum(k * unroll + j, nnz - 1)
             pre = value_ref[token, at].astype(jnp.float32)
             u = pre if saved_ref is None else saved_ref[token, at].astype(jnp.float32)
-            found.append((at, column_ref[token, at], pre, u))
+            found.append((at, column_ref[token, at].astype(jnp.int32), pre, u))
         return found
 
     @pl.when(jnp.logical_and(nnz > 0, jnp.logical_and(limit >= 0, nnz <= limit)))
@@ -134,7 +134,7 @@ def _reorder_kernel(*refs, gated):
     def step(k, carry):
         slot = k * _REORDER_CHUNK + lane
         live = slot < nnz
-        column = tl.load(column_ref.at[token, slot], mask=live, other=0)
+        column = tl.load(column_ref.at[token, slot], mask=live, other=0).astype(jnp.int32)
         position = neurons.position(bits_ref, before_ref, start_ref, token, column)
         # Masked-out lanes get a place of their own behind the entries.
         position = jnp.where(live, position, capacity + lane)
@@ -205,7 +205,8 @@ def _dx_kernel(*refs, unroll, based):
             at = jnp.minimum(k * unroll + j, nnz - 1)
             real = k * unroll + j < nnz
             factors = [ref[token, at].astype(jnp.float32) for _, ref in pairs]
-            found.append((column_ref[token, at], [jnp.where(real, f, 0.0) for f in factors]))
+            column = column_ref[token, at].astype(jnp.int32)
+            found.append((column, [jnp.where(real, f, 0.0) for f in factors]))
         return found
 
     def step(k, carry):

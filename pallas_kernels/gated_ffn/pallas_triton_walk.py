@@ -80,7 +80,7 @@ def _list_active(
             # Masked-out lanes get a slot of their own behind the list.
             slot = jnp.where(live, position, width + lane)
             column = offset + 32 * lane + tl.lowest_bit(words)
-            tl.store(column_ref.at[token, slot], column, mask=live)
+            tl.store(column_ref.at[token, slot], column.astype(column_ref.dtype), mask=live)
             tl.store(value_ref.at[token, slot], value(column, mask=live, other=0.0), mask=live)
             return words & (words - 1), position + 1
 
@@ -117,6 +117,11 @@ def _list_chunk(features: int, chunk: int) -> int:
     return min(chunk, max(32, pl.next_power_of_2(features)))
 
 
+def column_dtype(features: int) -> Any:
+    """Integer type of the columns in a list: the lists are kept for the backward pass."""
+    return jnp.uint16 if features <= 2**16 else jnp.int32
+
+
 def list_slots(features: int, config: FFNConfig) -> int:
     """Slots of one row in what `lists` returns: the entries kept, and spare ones."""
     return config.list_width + _list_chunk(features, config.list_chunk) // 32
@@ -146,8 +151,8 @@ def lists(
       warps: warps per program.
 
     Returns:
-      nnz (M,), columns (M, width + spare), values likewise in pre's dtype, count (1,) of deferred
-      rows and their numbers (M,); unspecified beyond what they count.
+      nnz (M,), columns (M, width + spare) in `column_dtype`, values likewise in pre's dtype, count
+      (1,) of deferred rows and their numbers (M,); unspecified beyond what they count.
     """
     tokens, features = pre.shape
     chunk = _list_chunk(features, chunk)
@@ -163,7 +168,7 @@ def lists(
         grid=(tokens,),
         out_shape=[
             jax.ShapeDtypeStruct((tokens,), jnp.int32),
-            jax.ShapeDtypeStruct((tokens, width + chunk // 32), jnp.int32),
+            jax.ShapeDtypeStruct((tokens, width + chunk // 32), column_dtype(features)),
             jax.ShapeDtypeStruct((tokens, width + chunk // 32), pre.dtype),
             jax.ShapeDtypeStruct((1,), jnp.int32),
             jax.ShapeDtypeStruct((tokens,), jnp.int32),
@@ -187,7 +192,7 @@ def _walk_kernel(*refs, gated, based):
     # Everything that waits for nothing else is asked for at once.
     x = row(x_ref, token, eviction_policy="evict_first") if gated else []
     limit, nnz = limit_ref[0], nnz_ref[token]
-    first, first_value = column_ref[token, 0], value_ref[token, 0]
+    first, first_value = column_ref[token, 0].astype(jnp.int32), value_ref[token, 0]
 
     @pl.when(jnp.logical_and(limit >= 0, nnz <= limit))
     def _walk():
@@ -195,7 +200,8 @@ def _walk_kernel(*refs, gated, based):
             neuron, value, l1, y = carry
             ups = row(up_ref, neuron) if gated else []
             downs = row(down_ref, neuron)
-            following, next_value = column_ref[token, k + 1], value_ref[token, k + 1]
+            following = column_ref[token, k + 1].astype(jnp.int32)
+            next_value = value_ref[token, k + 1]
             # Slots past the end hold anything; the last step must not ask for that row.
             following = jnp.where(k + 1 < nnz, following, neuron)
             h = value.astype(jnp.float32)

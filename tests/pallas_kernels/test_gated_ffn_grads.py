@@ -201,6 +201,6 @@ def test_residuals_are_x_and_lists():
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(extra)) / tokens
 
     compact = kept(FFNConfig())
-    # 256 entries and 32 spare of 4 + 2 + 2 bytes, one count, and the plan.
-    assert compact == pytest.approx(288 * 8 + 4, abs=1)
+    # 256 entries and 32 spare of 2 + 2 + 2 bytes, one count, and the plan.
+    assert compact == pytest.approx(288 * 6 + 4, abs=1)
     assert kept(FFNConfig(residuals="full")) == pytest.approx(compact + 4 * 5632, abs=1)

@@ -9,7 +9,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import FFNConfig, gated_ffn
-from pallas_kernels.gated_ffn import pallas_triton, pallas_triton_plan
+from pallas_kernels.gated_ffn import pallas_triton, pallas_triton_plan, pallas_triton_walk
 from pallas_kernels.testing import assert_as_exact_as_dense, assert_close, ffn_inputs
 from pallas_kernels.tuning import MatmulTile
 from sparsejax.calibrate import firing_rates
@@ -144,6 +144,20 @@ def test_decode(tokens, gated, dtype):
     finite = np.isfinite(np.array(spoiled.y.astype(jnp.float32)))
     assert not finite[0].any()
     assert finite[1:].all()
+
+
+@pytest.mark.parametrize(("features", "dtype"), [(65_536, "uint16"), (65_600, "int32")])
+def test_columns_of_wide_layers(features, dtype):
+    active = np.array([0, 32_768, 65_535, features - 1])
+    pre = jnp.full((1, features), -1.0).at[0, active].set(jnp.asarray([1.0, 2.0, 3.0, 4.0]))
+    with pallas_kernels.interpret():
+        nnz, columns, values, *_ = pallas_triton_walk.lists(
+            jnp.array([8], jnp.int32), pre, None, None, width=8, chunk=32_768, warps=1
+        )
+    wanted = np.unique(active)
+    assert columns.dtype == dtype and int(nnz[0]) == len(wanted)
+    np.testing.assert_array_equal(np.array(columns)[0, : len(wanted)], wanted)
+    np.testing.assert_array_equal(np.array(values)[0, : len(wanted)], np.array(pre)[0, wanted])
 
 
 @pytest.mark.parametrize("config", [MIXED, ALL_ROWS])
