@@ -8,7 +8,8 @@ dtype; h is recomputed, and a barrier keeps XLA from finding out that it was the
 keep h from the forward pass, in float32 and in x's dtype (1.5 times the residuals again).
 
 Numerics: products accumulate in float32 and pre-activations round to x's dtype; the elementwise
-part and l1 run in float32; h rounds to x's dtype before the down projection.
+part and l1 run in float32; h rounds to x's dtype before the down projection, and for activations
+other than ReLU before l1 and nnz too.
 """
 
 from __future__ import annotations
