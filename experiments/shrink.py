@@ -23,6 +23,10 @@ def main(args: Args) -> int:
     """Runs and returns the exit status."""
     report = shrink(part_of(args, ShrinkConfig))
     print(table(report))
+    assert args.out is not None  # or `shrink` would have refused
+    model = args.out / "4_recover"
+    if model.is_dir():
+        print(f"the model: {model}; experiments/generate.py --workdir {model} writes with it")
     return 0
 
 

@@ -27,7 +27,14 @@ from sparsejax.data import open_source
 from sparsejax.distill.layer_map import layer_map_of
 from sparsejax.modules import Options
 from sparsejax.studies import plots
-from sparsejax.studies.flags import at_least, check_folder, check_setting, own_settings
+from sparsejax.studies.flags import (
+    RESULTS,
+    at_least,
+    check_folder,
+    check_setting,
+    own_settings,
+    smoke_results,
+)
 from sparsejax.studies.fusing import best_window
 from sparsejax.studies.quality import held_out, num_tokens, windows
 from sparsejax.studies.records import about, check_same_settings, write_csv
@@ -68,12 +75,13 @@ class Args:
     held_out_batches: int | None = None
     rows: int = 8
     reps: int = 7
-    results: Path = Path("experiments/results")
+    results: Path = RESULTS
     smoke: bool = False
 
 
 def smoke(args: Args) -> Args:
     """Three layers, all of which lose their attention."""
+    args = dataclasses.replace(args, results=smoke_results(args.results))
     setting = dataclasses.replace(SMOKE, runs=args.results / "runs", data=args.setting.data)
     small: dict[str, Any] = {"window": 3, "multiple": 1, "rows": 1, "reps": 2}
     small |= {"analysis_batches": 1, "recovery": Recovery(recover_steps=2), "held_out_batches": 2}
@@ -162,6 +170,10 @@ def main(args: Args) -> int:
     """Runs what is missing and returns the exit status."""
     args = smoke(args) if args.smoke else args
     check_setting(args.setting)
+    if args.window > args.setting.layers:
+        raise ValueError(
+            f"--window must be at most --layers, {args.setting.layers}, got {args.window}"
+        )
     at_least(args, 1, "window", "multiple", "analysis_batches", "held_out_batches", "rows", "reps")
     at_least(args.recovery, 1, "recover_steps")
     at_least(args.recovery, 0, "recover_l1")

@@ -31,7 +31,14 @@ from sparsejax.analysis import (
 from sparsejax.analysis.plots import plot_dependency
 from sparsejax.data import open_source
 from sparsejax.studies import plots
-from sparsejax.studies.flags import at_least, check_folder, check_setting, own_settings
+from sparsejax.studies.flags import (
+    RESULTS,
+    at_least,
+    check_folder,
+    check_setting,
+    own_settings,
+    smoke_results,
+)
 from sparsejax.studies.fusing import Change, best_window, changes
 from sparsejax.studies.quality import held_out, num_tokens, windows
 from sparsejax.studies.records import about, check_same_settings, write_csv
@@ -72,12 +79,13 @@ class Args:
     window_count: int = 4
     held_out_batches: int | None = None
     reps: int = 7
-    results: Path = Path("experiments/results")
+    results: Path = RESULTS
     smoke: bool = False
 
 
 def smoke(args: Args) -> Args:
     """Three layers, all of which lose their attention."""
+    args = dataclasses.replace(args, results=smoke_results(args.results))
     setting = dataclasses.replace(SMOKE, runs=args.results / "runs", data=args.setting.data)
     small: dict[str, Any] = {"window": 3, "sizes": (2,), "window_lengths": (2,), "window_count": 1}
     small |= {
@@ -194,6 +202,10 @@ def main(args: Args) -> int:
     """Runs what is missing and returns the exit status."""
     args = smoke(args) if args.smoke else args
     check_setting(args.setting)
+    if args.window > args.setting.layers:
+        raise ValueError(
+            f"--window must be at most --layers, {args.setting.layers}, got {args.window}"
+        )
     at_least(args, 1, "window", "sizes", "analysis_batches", "held_out_batches", "reps")
     at_least(args, 1, "window_lengths", "window_count")
     at_least(args.recovery, 1, "recover_steps")

@@ -23,7 +23,14 @@ import numpy as np
 from sparsejax import benchmark, presets
 from sparsejax.calibrate import measured_profile
 from sparsejax.studies import plots
-from sparsejax.studies.flags import at_least, check_folder, first_layers, not_empty
+from sparsejax.studies.flags import (
+    RESULTS,
+    at_least,
+    check_folder,
+    first_layers,
+    not_empty,
+    smoke_results,
+)
 from sparsejax.studies.records import Budget, Records, write_csv
 from sparsejax.studies.timing import time_variants
 from sparsejax.training.launch import run_script
@@ -69,7 +76,7 @@ class Args:
     calls: int = 2
     energy_seconds: float = 2.0
     time_limit: float | None = None
-    results: Path = Path("experiments/results")
+    results: Path = RESULTS
     smoke: bool = False
 
     def __post_init__(self):
@@ -79,6 +86,7 @@ class Args:
 
 def smoke(args: Args) -> Args:
     """The tiny preset."""
+    args = dataclasses.replace(args, results=smoke_results(args.results))
     small: dict[str, Any] = {"presets": ("tiny",), "modes": ("forward",), "layers": 1}
     small |= {"batch_size": 2, "seq_len": 32, "reps": 2, "calls": 1, "energy_seconds": 0.0}
     return dataclasses.replace(args, **small)

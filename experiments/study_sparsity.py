@@ -21,7 +21,14 @@ from typing import Annotated, Any
 import tyro
 
 from sparsejax.studies import plots
-from sparsejax.studies.flags import at_least, check_folder, check_setting, not_empty
+from sparsejax.studies.flags import (
+    RESULTS,
+    at_least,
+    check_folder,
+    check_setting,
+    not_empty,
+    smoke_results,
+)
 from sparsejax.studies.records import Budget, Records, write_csv
 from sparsejax.studies.sweep import RunSpec, Setting, compile_cache, run_record, select, train_run
 from sparsejax.training.launch import run_script
@@ -59,7 +66,7 @@ class Args:
     seeds: tuple[int, ...] = (0, 1)
     only: tuple[str, ...] = ()
     time_limit: float | None = None
-    results: Path = Path("experiments/results")
+    results: Path = RESULTS
     smoke: bool = False
 
     def specs(self) -> list[RunSpec]:
@@ -81,6 +88,7 @@ class Args:
 
 def smoke(args: Args) -> Args:
     """SiLU, and two coefficients that share one program."""
+    args = dataclasses.replace(args, results=smoke_results(args.results))
     setting = dataclasses.replace(
         SMOKE, runs=args.results / "runs", data=args.setting.data, implementation="xla"
     )

@@ -26,7 +26,14 @@ from sparsejax.analysis import activation_stats
 from sparsejax.config import ModelConfig
 from sparsejax.data import open_source
 from sparsejax.studies import plots
-from sparsejax.studies.flags import at_least, check_folder, check_setting, not_empty
+from sparsejax.studies.flags import (
+    RESULTS,
+    at_least,
+    check_folder,
+    check_setting,
+    not_empty,
+    smoke_results,
+)
 from sparsejax.studies.quality import engine_errors, held_out, windows
 from sparsejax.studies.records import Budget, Records, write_csv
 from sparsejax.studies.sweep import RunSpec, Setting, compile_cache, train_run
@@ -69,12 +76,13 @@ class Args:
     calls: int = 2
     energy_seconds: float = 2.0
     time_limit: float | None = None
-    results: Path = Path("experiments/results")
+    results: Path = RESULTS
     smoke: bool = False
 
 
 def smoke(args: Args) -> Args:
     """One checkpoint, one row of decoding (which fills its cache by a prefill)."""
+    args = dataclasses.replace(args, results=smoke_results(args.results))
     setting = dataclasses.replace(SMOKE, runs=args.results / "runs", data=args.setting.data)
     small: dict[str, Any] = {"rows": 2, "decode_rows": (1,), "decode_steps": 3, "multiple": 1}
     small |= {

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 # What set-up makes; it need not exist before.
-MADE_BY_SETUP = {".venv"}
+MADE_BY_SETUP = {".venv", "runs"}
 
 
 def text(name: str) -> str:
@@ -185,7 +185,8 @@ def test_readme_tells_every_flag_of_the_training_script(flags_of):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_python_in_the_documents_runs(name):
+def test_python_in_the_documents_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # one draws a picture
     for block in blocks(text(name), "python"):
         exec(compile(ast.parse(block), name, "exec"), {})
 

@@ -148,9 +148,9 @@ def estimate(
     Args:
       config, split, rows, length, remat, accumulate, sparse: as for `traffic`.
       cluster: devices and links.
-      utilisation: share of the device's peak that a whole step of this model reaches on one device,
-        model FLOPs counted. The default was measured with `125m-dense` on one H200; wider models
-        reach more: measure and pass yours.
+      utilisation: share of the device's peak that a step of this model reaches on one device, model
+        FLOPs counted, the optimiser's time not. The default is from `125m-dense` on one H200
+        (42.0 % with the optimiser); wider models reach more (`2b` 51 %): measure and pass yours.
       speedup: of the step on one device against dense, for the sparse engine.
 
     Raises:

@@ -73,8 +73,8 @@ class EvalModel:
         if self.tokenizer is None:
             place = f" (it was looked for in {self.data})" if self.data else ""
             raise ValueError(
-                f"{self.name} has no tokenizer, or it is no longer in its place{place}; name a "
-                "tokenizer.json, or 'bytes', with tokenizer= (--tokenizer)"
+                f"{self.name} has no tokenizer, or it is no longer in its place{place}; give "
+                "tokenizer= (--tokenizer) a tokenizer.json, or 'bytes'"
             )
         return self.tokenizer
 

@@ -12,6 +12,7 @@ import jax
 from sparsejax.config import ModelConfig
 
 PICTURES = (".png", ".pdf", ".svg")
+RESULTS = Path("runs/studies/results")  # what studies write, unless told otherwise
 
 
 def at_least(flags: Any, least: float, *names: str) -> None:
@@ -117,6 +118,11 @@ def check_file(flag: str, path: Path | None, *suffixes: str) -> None:
             path.open("ab").close()
         except OSError as error:
             raise ValueError(f"{flag} {path} cannot be written ({error.strerror})") from None
+
+
+def smoke_results(results: Path) -> Path:
+    """Where a smoke run writes: not among real results, unless it was told to."""
+    return Path("runs/smoke") if results == RESULTS else results
 
 
 def check_folder(flag: str, folder: Path) -> None:

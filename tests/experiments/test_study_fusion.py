@@ -1,6 +1,7 @@
 """`experiments/study_fusion.py --smoke`: every way of fusing has a row, and the rows agree."""
 
 import csv
+import sys
 
 import pytest
 
@@ -68,3 +69,12 @@ def test_refused_before_anything_is_trained(run_study, tmp_path, flags, message)
 def read(path):
     with path.open() as file:
         return list(csv.DictReader(file))
+
+
+def test_a_window_has_to_fit_the_model(run_study, tmp_path):
+    with pytest.raises(ValueError, match="^--results: nothing can be written"):
+        run_study("fusion", "--results", __file__)  # loads the script
+    script = sys.modules["study_fusion"]
+    with pytest.raises(ValueError, match=r"^--window must be at most --layers, 24, got 25$"):
+        script.main(script.Args(window=25, results=tmp_path))
+    assert not list(tmp_path.iterdir())

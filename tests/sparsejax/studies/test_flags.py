@@ -8,15 +8,19 @@ from pathlib import Path
 import jax
 import pytest
 
+from sparsejax import presets
 from sparsejax.studies.flags import (
     PICTURES,
+    RESULTS,
     at_least,
     check_devices,
     check_file,
     check_folder,
     check_setting,
+    first_layers,
     not_empty,
     own_settings,
+    smoke_results,
 )
 from sparsejax.studies.stages import Recovery
 from sparsejax.studies.sweep import Setting
@@ -114,3 +118,19 @@ def test_too_many_devices_are_refused_and_a_cpu_is_told_how_to_have_them(monkeyp
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(ValueError, match=f"^{told}$"):
         check_devices("--tensor 9", 9)
+
+
+def test_smoke_runs_stay_out_of_real_results():
+    assert smoke_results(RESULTS) == Path("runs/smoke")
+    assert smoke_results(Path("mine")) == Path("mine")
+    assert RESULTS.parts[0] == "runs"  # nor does any study write over the published tables
+
+
+def test_the_first_layers_of_a_model():
+    model = presets.get("tiny")
+    assert first_layers(model, None, "tiny") == model
+    assert first_layers(model, 2, "tiny").layers == model.layers[:2]
+    with pytest.raises(
+        ValueError, match=r"^--layers must be at most the 4 layers of 'tiny', got 5$"
+    ):
+        first_layers(model, 5, "tiny")
