@@ -72,7 +72,7 @@ def read(path):
 
 
 def test_a_window_has_to_fit_the_model(run_study, tmp_path):
-    with pytest.raises(ValueError, match="^--results: nothing can be written"):
+    with pytest.raises(ValueError, match=r"^--results: nothing can be written"):
         run_study("fusion", "--results", __file__)  # loads the script
     script = sys.modules["study_fusion"]
     with pytest.raises(ValueError, match=r"^--window must be at most --layers, 24, got 25$"):
