@@ -174,7 +174,8 @@ def _after_gate(x, pre, bias, up, down, *, gated: bool, config: FFNConfig, train
         h, l1, nnz = pallas_triton_tail.product(pre, bias, up_out)
         lists = ()
         if training:
-            shape = (tokens, pallas_triton_walk.list_slots(features, config))
+            slots = pallas_triton_walk.list_slots(features, config.list_width, config.list_chunk)
+            shape = (tokens, slots)
             dtypes = [
                 pallas_triton_walk.column_dtype(features),
                 pre.dtype,

@@ -12,11 +12,11 @@ chosen on the device by one number:
     3   both, and for rows too long to walk the dense backward over gathered blocks of rows, whose
         float32 sums the kernels add before they round
 
-Residuals are x and the lists: (width + spare) (2 + 2 + 2) bytes per token in bf16, 1,728 at the
-default width of 256 (columns take 4 beyond F = 65,536), where the dense engine keeps 4 F (22,528 at
-F = 5632). The dense way then projects gate and up again. `residuals="full"` keeps both projections
-too: the dense way at dense speed, for calls that run inside a rematerialised block or have memory
-to spare.
+Residuals are x and the lists: width (2 + 2 + 2) bytes per token in bf16, 1,536 at the default
+width of 256 (columns take 4 beyond F = 65,536), where the dense engine keeps 4 F (22,528 at
+F = 5632). The dense way then projects gate and up again, half of the neurons at a time.
+`residuals="full"` keeps both projections too: the dense way at dense speed, for calls that run
+inside a rematerialised block or have memory to spare.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Lists(NamedTuple):
       limit: (1,) int32; rows with more active neurons were not walked.
       hot: (H,) int32, neurons kept out of the lists when way is HOT, padded with F.
       nnz: (M,) int32, active neurons that the lists are about.
-      columns, values: (M, width + spare), active columns and their pre-activations.
+      columns, values: (M, width), active columns and their pre-activations.
       ups: the same, x . up row of each; None in the non-gated form.
     """
 
@@ -75,12 +75,24 @@ class Residuals(NamedTuple):
 
 def _dense(saved: Residuals, dy: Array, dl1: Array):
     x, gate, up, down, gate_bias, _, pre, up_out = saved
-    if pre is None:
-        pre, up_out = reference.pre_activations(x, gate, up, gate_bias)
-    else:
+    if pre is not None:
         pre = tl.add_bias(pre, gate_bias)
-    full = reference.Residuals(x, gate, up, down, gate_bias, pre, up_out)
-    return reference.backward(full, dy, dl1, activation="relu")
+        full = reference.Residuals(x, gate, up, down, gate_bias, pre, up_out)
+        return reference.backward(full, dy, dl1, activation="relu")
+    # Half of the neurons at a time: this call's arrays come on top of what all layers keep.
+    half = up.shape[0] // 2
+    dx, parts = jnp.float32(0), []
+    for at in (slice(0, half), slice(half, None)):
+        x, dy, dx, parts = lax.optimization_barrier((x, dy, dx, parts))
+        part = (None if gate is None else gate[at], up[at], down[at])
+        bias = None if gate_bias is None else gate_bias[at]
+        pre, up_out = reference.pre_activations(x, part[0], part[1], bias)
+        full = reference.Residuals(x, *part, bias, pre, up_out)
+        dx_part, *grads = reference.backward(full, dy, dl1, activation="relu", x_dtype=jnp.float32)
+        dx += dx_part
+        parts.append(grads)
+    joined = [None if a is None else jnp.concatenate([a, b]) for a, b in zip(*parts, strict=True)]
+    return dx.astype(x.dtype), *joined
 
 
 def _long_rows(saved: Residuals, dy: Array, dl1: Array, is_long: Array, dx: Array, block: int):

@@ -27,7 +27,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _triton as tl
-from pallas_kernels.gated_ffn.config import FFNConfig
+from pallas_kernels import dispatch
 
 
 def _column_parts(features: int, chunk: int) -> list[tuple[int, int, bool]]:
@@ -77,7 +77,7 @@ def _list_active(
         def emit(_, carry, lane=lane, offset=offset):
             words, position = carry
             live = jnp.logical_and(words != 0, position < width)
-            # Masked-out lanes get a slot of their own behind the list.
+            # Interpret mode needs a slot of their own for lanes that are masked out.
             slot = jnp.where(live, position, width + lane)
             column = offset + 32 * lane + tl.lowest_bit(words)
             tl.store(column_ref.at[token, slot], column.astype(column_ref.dtype), mask=live)
@@ -122,9 +122,9 @@ def column_dtype(features: int) -> Any:
     return jnp.uint16 if features <= 2**16 else jnp.int32
 
 
-def list_slots(features: int, config: FFNConfig) -> int:
-    """Slots of one row in what `lists` returns: the entries kept, and spare ones."""
-    return config.list_width + _list_chunk(features, config.list_chunk) // 32
+def list_slots(features: int, width: int, chunk: int) -> int:
+    """Slots of one row in what `lists` returns: `width`, and spare ones in interpret mode."""
+    return width + (_list_chunk(features, chunk) // 32 if dispatch.interpreting() else 0)
 
 
 def lists(
@@ -151,10 +151,11 @@ def lists(
       warps: warps per program.
 
     Returns:
-      nnz (M,), columns (M, width + spare) in `column_dtype`, values likewise in pre's dtype, count
+      nnz (M,), columns (M, `list_slots`) in `column_dtype`, values likewise in pre's dtype, count
       (1,) of deferred rows and their numbers (M,); unspecified beyond what they count.
     """
     tokens, features = pre.shape
+    slots = list_slots(features, width, chunk)
     chunk = _list_chunk(features, chunk)
     return tl.pallas_call(
         functools.partial(
@@ -168,8 +169,8 @@ def lists(
         grid=(tokens,),
         out_shape=[
             jax.ShapeDtypeStruct((tokens,), jnp.int32),
-            jax.ShapeDtypeStruct((tokens, width + chunk // 32), column_dtype(features)),
-            jax.ShapeDtypeStruct((tokens, width + chunk // 32), pre.dtype),
+            jax.ShapeDtypeStruct((tokens, slots), column_dtype(features)),
+            jax.ShapeDtypeStruct((tokens, slots), pre.dtype),
             jax.ShapeDtypeStruct((1,), jnp.int32),
             jax.ShapeDtypeStruct((tokens,), jnp.int32),
         ],
@@ -200,8 +201,9 @@ def _walk_kernel(*refs, gated, based):
             neuron, value, l1, y = carry
             ups = row(up_ref, neuron) if gated else []
             downs = row(down_ref, neuron)
-            following = column_ref[token, k + 1].astype(jnp.int32)
-            next_value = value_ref[token, k + 1]
+            after = jnp.minimum(k + 1, column_ref.shape[1] - 1)
+            following = column_ref[token, after].astype(jnp.int32)
+            next_value = value_ref[token, after]
             # Slots past the end hold anything; the last step must not ask for that row.
             following = jnp.where(k + 1 < nnz, following, neuron)
             h = value.astype(jnp.float32)

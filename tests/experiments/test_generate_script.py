@@ -166,7 +166,7 @@ def test_the_tokenizer_of_a_corpus_folder(script, tmp_path, capsys):
     assert capsys.readouterr().out == "abc\n"
     corpus.rename(tmp_path / "moved")
     with pytest.raises(
-        ValueError, match=r"looked for in .*/corpus\); name a tokenizer\.json.*--tokenizer"
+        ValueError, match=r"looked for in .*/corpus\); give tokenizer= \(--tokenizer\) a tokenizer"
     ):
         script.main(run)
     assert script.main([*run, "--temperature", "0", "--tokenizer", "bytes"]) == 0
