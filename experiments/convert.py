@@ -105,6 +105,8 @@ def main(args: list[str] | None = None) -> int:
             "config.json (a Hugging Face folder)"
         )
     words = "without a tokenizer" if tokenizer is None else f"with {tokenizer.vocab_size} tokens"
+    if isinstance(tokenizer, ByteTokenizer):
+        words = "without a tokenizer: its tokens are bytes (--tokenizer bytes)"
     print(
         f"{flags.target}: {written}, {count(params):,} parameters in {config.num_layers} layers, "
         f"{words}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 from sparsejax.config import ModelConfig
 from sparsejax.convert.save import carried_token_ids, copy_tokenizer
 from sparsejax.data import ByteTokenizer, HFTokenizer, open_tokenizer
+from sparsejax.data.folder import BYTE_TOKENIZER
+from sparsejax.data.sources import KNOWN_CORPORA
 from sparsejax.data.token_ids import TokenIds, write_token_ids
 from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.load import load_model
@@ -28,7 +31,7 @@ def save_run(
     path: str | os.PathLike,
     config: ModelConfig,
     params: Params,
-    tokenizer: HFTokenizer | None = None,
+    tokenizer: HFTokenizer | ByteTokenizer | None = None,
     *,
     token_ids: TokenIds | None = None,
 ) -> None:
@@ -39,7 +42,8 @@ def save_run(
       config: the model.
       params: its parameters.
       tokenizer: copied, and named as the run's data, which generation asks for the tokenizer. Its
-        `prefix` is what generation and evaluation of the run begin texts with.
+        `prefix` is what generation and evaluation of the run begin texts with. None leaves the run
+        without one.
       token_ids: as for `save`, which a later export writes again.
 
     Raises:
@@ -53,9 +57,13 @@ def save_run(
     corpus = workdir.root.absolute() / "tokenizer"
     corpus.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
-        copy_tokenizer(tokenizer, corpus)
-        meta = {"vocab_size": config.vocab_size, "eot_id": tokenizer.eot_id, "splits": {}}
-        meta |= {"prefix": list(tokenizer.prefix)} if tokenizer.prefix else {}
+        meta: dict[str, Any] = {"vocab_size": config.vocab_size, "eot_id": tokenizer.eot_id}
+        meta["splits"] = {}
+        if isinstance(tokenizer, HFTokenizer):
+            copy_tokenizer(tokenizer, corpus)
+            meta |= {"prefix": list(tokenizer.prefix)} if tokenizer.prefix else {}
+        else:
+            meta["tokenizer"] = BYTE_TOKENIZER
         (corpus / "meta.json").write_text(json.dumps(meta) + "\n", encoding="utf-8")
     write_token_ids(corpus, token_ids or carried_token_ids(tokenizer))
     step = jnp.zeros((), jnp.int32)
@@ -70,7 +78,7 @@ def save_run(
 
 def load_run(
     path: str | os.PathLike, mesh: Mesh | None = None, *, step: int | None = None
-) -> tuple[ModelConfig, Params, HFTokenizer | None]:
+) -> tuple[ModelConfig, Params, HFTokenizer | ByteTokenizer | None]:
     """The model of a run's folder: (config, params, tokenizer), as `load` gives them.
 
     Args:
@@ -79,18 +87,16 @@ def load_run(
       step: the checkpoint; None takes the newest whole one.
 
     Returns:
-      The config, the parameters, and the tokenizer of the run's data: None where it is bytes, where
-      the data is no longer in its place, or where it has none.
+      The config, the parameters, and the tokenizer of the run's data: None where the data is no
+      longer in its place, or has none.
 
     Raises:
       FileNotFoundError: no such run or checkpoint.
       ValueError: the run's tokenizer is damaged, or the mesh does not fit the model.
     """
     model = load_model(path, step=step, mesh=mesh)
-    data = Path(model.data)
-    tokenizer = None
-    if data.is_dir() and (data / "meta.json").is_file():
-        found = open_tokenizer(data)
-        tokenizer = None if isinstance(found, ByteTokenizer) else found
-    assert tokenizer is None or isinstance(tokenizer, HFTokenizer)
+    data, tokenizer = model.data, None
+    if data in KNOWN_CORPORA or (Path(data) / "meta.json").is_file():
+        tokenizer = open_tokenizer(data)
+    assert tokenizer is None or isinstance(tokenizer, HFTokenizer | ByteTokenizer)
     return model.config, model.params, tokenizer

@@ -16,7 +16,7 @@ from sparsejax.config import ModelConfig
 from sparsejax.convert import config_json, families
 from sparsejax.convert.safetensors_io import DTYPES, MAX_SHARD_BYTES, Tensor, write_folder
 from sparsejax.convert.tensors import cast, counterpart
-from sparsejax.data import HFTokenizer
+from sparsejax.data import ByteTokenizer, HFTokenizer
 from sparsejax.data.token_ids import CONFIG, GENERATION, TokenIds, read_token_ids
 from sparsejax.params import check_params, flatten
 from sparsejax.types import Params
@@ -38,7 +38,7 @@ def save(
     path: str | os.PathLike,
     config: ModelConfig,
     params: Params,
-    tokenizer: HFTokenizer | None = None,
+    tokenizer: HFTokenizer | ByteTokenizer | None = None,
     family: str | None = None,
     dtype: str | None = None,
     *,
@@ -55,6 +55,7 @@ def save(
       config: the model.
       params: its parameters.
       tokenizer: its files are copied, and generation_config.json bars the ids it does not have.
+        Bytes have no files, and the folder no tokenizer then.
       family: a name of `sparsejax.convert.FAMILIES`; None takes the first that can hold the model:
         llama for a plain one, deci where layers differ or lack a part.
       dtype: "float32", "bfloat16" or "float16"; None keeps each tensor's own.
@@ -79,9 +80,10 @@ def save(
     values = config_json.to_hf(config, chosen)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
-            f"the tokenizer {tokenizer.path} has ids up to {tokenizer.vocab_size - 1}, but the "
+            f"the tokenizer {tokenizer} has ids up to {tokenizer.vocab_size - 1}, but the "
             f"embedding has vocab_size = {config.vocab_size} rows"
         )
+    tokenizer = None if isinstance(tokenizer, ByteTokenizer) else tokenizer
     folder = Path(path)
     _refuse_leftovers(folder, tokenizer)
     tensors = dict(_tensor(p, leaf, dtype) for p, leaf in flatten(params).items())
@@ -107,9 +109,9 @@ def save(
     return chosen.name
 
 
-def carried_token_ids(tokenizer: HFTokenizer | None) -> TokenIds:
+def carried_token_ids(tokenizer: HFTokenizer | ByteTokenizer | None) -> TokenIds:
     """The ids beside the tokenizer unless its end mark is none of theirs; else that mark alone."""
-    if tokenizer is None:
+    if not isinstance(tokenizer, HFTokenizer):
         return {}
     found = read_token_ids(tokenizer.path.parent)
     ends = [ids["eos_token_id"] for ids in found.values() if "eos_token_id" in ids]

@@ -49,6 +49,10 @@ class MaybeTaught(TrainConfig):
                 "meaning without --teacher; leave them out"
             )
 
+    def starting_points(self) -> list[Path | None]:
+        """The teacher's corpus first: a student is often made by surgery, without any text."""
+        return [self.teacher, self.init_from]
+
     def objective(self, run: Run) -> Distillation | None:
         """Reads the teacher onto the run's mesh; None without one.
 

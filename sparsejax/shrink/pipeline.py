@@ -28,7 +28,7 @@ from sparsejax.analysis import (
     plots,
 )
 from sparsejax.convert import save_run
-from sparsejax.data import HFTokenizer
+from sparsejax.data import ByteTokenizer, HFTokenizer
 from sparsejax.distill.config import DistillConfig
 from sparsejax.shrink.config import ShrinkConfig
 from sparsejax.shrink.measure import measure
@@ -58,10 +58,12 @@ def shrink(config: ShrinkConfig) -> dict[str, Any]:
       StageStoppedError: a signal ended the recovery; the same call goes on with it.
       WorkdirInUseError: another call works in `out`.
     """
-    assert config.workdir is not None and config.out is not None
-    run = prepare(config.training(init_from=config.workdir, workdir=config.out))
-    with WorkdirLock(config.out):
-        return _stages(config, run, config.out, config.workdir)
+    source, out = config.workdir, config.out
+    assert source is not None and out is not None
+    run = prepare(config.training(init_from=source, workdir=out))
+    config = dataclasses.replace(config, data=run.config.data)
+    with WorkdirLock(out):
+        return _stages(config, run, out, source)
 
 
 def _stages(config: ShrinkConfig, run: Run, out: Path, source: Path) -> dict[str, Any]:
@@ -173,8 +175,8 @@ def _cut(
         model, params = surgery.fuse_ffns(model, params, groups, norm, donate=True)
         assert config.workdir is not None
         tokenizer = initial_tokenizer(config.workdir)
-        known = tokenizer if isinstance(tokenizer, HFTokenizer) else None
-        save_run(folder / "model", model, params, known)
+        assert tokenizer is None or isinstance(tokenizer, HFTokenizer | ByteTokenizer)
+        save_run(folder / "model", model, params, tokenizer)
         return {"config": model.to_dict()}
 
     settings = {"weights": weights, "plan": plan, "norm": config.fusing.fuse_norm}

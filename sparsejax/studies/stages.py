@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sparsejax.config import ModelConfig
 from sparsejax.convert import save_run
-from sparsejax.data import HFTokenizer, open_tokenizer
+from sparsejax.data import ByteTokenizer, HFTokenizer, open_tokenizer
 from sparsejax.distill.config import DistillConfig
 from sparsejax.distill.layer_map import LayerMap
 from sparsejax.studies.sweep import Setting
@@ -66,8 +66,8 @@ def distilled(
         # An interrupted attempt may have left a part of it.
         shutil.rmtree(root / "model", ignore_errors=True)
         tokenizer = open_tokenizer(setting.data)
-        known = tokenizer if isinstance(tokenizer, HFTokenizer) else None
-        save_run(root / "model", config, params, known)
+        assert isinstance(tokenizer, HFTokenizer | ByteTokenizer)
+        save_run(root / "model", config, params, tokenizer)
         return {"model": "model"}
 
     weights = weights_digest(parent)

@@ -35,7 +35,8 @@ class TrainConfig:
         Face folder, instead of random ones; the model is then the one found there, with parameters
         in float32. The data must be of its tokenizer.
       data: "stdlib" (the running Python's standard library as bytes, for models of bytes), or a
-        folder made by experiments/prepare_data.py.
+        folder made by experiments/prepare_data.py. None takes the corpus of the run that is gone on
+        with or started from, and else "stdlib".
       workdir: where everything is written; None makes a new folder under runs/.
       steps: updates of the whole run; schedules depend on it.
       batch_size: sequences of one update, over all devices.
@@ -63,7 +64,7 @@ class TrainConfig:
 
     preset: str | None = None
     init_from: Path | None = None
-    data: str = "stdlib"
+    data: str | None = None
     workdir: Path | None = None
     steps: int = 300
     batch_size: int = 8
@@ -170,12 +171,27 @@ class TrainConfig:
         """This config with every default that depends on another setting filled in."""
         if self.preset is None and self.init_from is None:
             return dataclasses.replace(self, preset="tiny").resolved()
+        if self.data is None:
+            return dataclasses.replace(self, data=self._corpus()).resolved()
         if self.loss.l1_coeff is not None:
             return self
         activations = [layer.ffn.activation for layer in self.model().layers if layer.ffn]
         sparse = "relu" in activations
         coeff = 0.0 if not sparse else 1e-2 if (self.preset or "").startswith("tiny") else 2e-5
         return dataclasses.replace(self, loss=dataclasses.replace(self.loss, l1_coeff=coeff))
+
+    def starting_points(self) -> list[Path | None]:
+        """Folders of models whose corpus is taken where none is named; the first that has one."""
+        return [self.init_from]
+
+    def _corpus(self) -> str:
+        own = self.workdir if self.resume and self.workdir else None
+        if own is not None and initial.saved_config(own) is not None:
+            return initial.saved_corpus(own)
+        for folder in self.starting_points():
+            if folder is not None and (found := initial.run_corpus(folder)) is not None:
+                return found
+        return "stdlib"
 
     def options(self) -> Options:
         """How forward passes run."""

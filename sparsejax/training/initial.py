@@ -22,7 +22,8 @@ from sparsejax.data import (
     TokenSource,
     open_tokenizer,
 )
-from sparsejax.data.folder import BYTE_TOKENIZER
+from sparsejax.data.folder import BYTE_TOKENIZER, read_meta
+from sparsejax.data.sources import KNOWN_CORPORA
 from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.load import load_model
 from sparsejax.training.workdir import Workdir
@@ -116,13 +117,35 @@ def weights_digest(path: str | os.PathLike) -> str:
     return found.hexdigest()[:16]
 
 
+def saved_corpus(path: str | os.PathLike) -> str:
+    """The name of the corpus that a run was trained on, as its newest whole checkpoint has it."""
+    with Checkpointer(Workdir(Path(path)).checkpoints) as checkpointer:
+        return checkpointer.read_extra()["data"]["name"]
+
+
+def run_corpus(path: str | os.PathLike) -> str | None:
+    """The corpus that a folder's run was trained on, also where it no longer is in its place.
+
+    None for other folders, and for runs that were written without text (by surgery, say).
+
+    Raises:
+      FileNotFoundError: no model there.
+    """
+    if folder_kind(path) != "run":
+        return None
+    name = saved_corpus(path)
+    without_text = Path(name).is_dir() and (
+        not (Path(name) / "meta.json").is_file() or "train" not in read_meta(Path(name))["splits"]
+    )
+    return None if name not in KNOWN_CORPORA and without_text else name
+
+
 def initial_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
     """What the folder's model was trained to read; None where it is not known."""
     folder = Path(path)
     if folder_kind(folder) == "hf":
         return load_tokenizer(folder)
-    with Checkpointer(Workdir(folder).checkpoints) as checkpointer:
-        return run_tokenizer(checkpointer.read_extra()["data"]["name"])
+    return run_tokenizer(saved_corpus(folder))
 
 
 def run_tokenizer(data: str) -> Tokenizer | None:

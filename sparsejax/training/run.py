@@ -214,24 +214,24 @@ def prepare(config: TrainConfig) -> Run:
         tokens = jax.ShapeDtypeStruct((config.batch_size, model.context_length), "int32")
         trace = functools.partial(forward, model, options=config.options())
         jax.eval_shape(trace, template.params, tokens)
+    assert config.data is not None  # resolved
     source = open_source(config.data)
     goes_on = config.resume and config.workdir and saved_config(config.workdir)
     if config.init_from is not None and not goes_on:  # which no longer needs that folder
         check_tokenizer(source, initial_tokenizer(config.init_from), str(config.init_from))
     check_vocab(source, model.vocab_size)
-    val_source = _open_val(config, model)
+    val_source = _open_val(config.data, config.seq_len or model.context_length, model)
     workdir = Workdir(_workdir_path(config))
     return Run(config, model, mesh, source, val_source, workdir, schedule, optimizer, template)
 
 
-def _open_val(config: TrainConfig, model: ModelConfig) -> TokenSource | None:
+def _open_val(data: str, seq_len: int, model: ModelConfig) -> TokenSource | None:
     """Held-out text, or None (and a remark) where there is none, or less than a window of it."""
     try:
-        source = open_source(config.data, "val")
+        source = open_source(data, "val")
     except DataNotFoundError as error:
         say(f"note: nothing will be evaluated on held-out text: {error}")
         return None
-    seq_len = config.seq_len or model.context_length
     if len(source.tokens) <= seq_len:
         say(
             f"note: nothing will be evaluated on held-out text: {source.label} has "

@@ -79,7 +79,8 @@ def train_stage(
     before = from_process_0(lambda: _begun(workdir))
     _same_start(workdir, config)
     if before is not None:
-        now = {k: v for k, v in config.resolved().to_dict().items() if k not in _FREE}
+        now = dataclasses.replace(config, resume=True).resolved().to_dict()
+        now = {k: v for k, v in now.items() if k not in _FREE}
         _same_settings(workdir.root, now, {k: v for k, v in before.items() if k not in _FREE})
     begun = from_process_0(lambda: workdir.checkpoints.exists() or workdir.metrics.exists())
     summary = train(dataclasses.replace(config, resume=before is not None or begun), make_objective)

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from sparsejax import convert, init_params, presets
-from sparsejax.data import HFTokenizer, array_source
+from sparsejax.data import ByteTokenizer, HFTokenizer, array_source
 from sparsejax.evaluation import open_model, perplexity
 from sparsejax.generate import generate
 from sparsejax.params import flatten
@@ -93,10 +93,12 @@ def test_a_converted_model_generates(script, source, tmp_path, capsys):
 
 def test_a_run_of_bytes_goes_out_without_a_tokenizer(script, tmp_path, capsys):
     config = presets.tiny()
-    convert.save_run(tmp_path / "run", config, init_params(config, jax.random.key(0)))
+    params = init_params(config, jax.random.key(0))
+    convert.save_run(tmp_path / "run", config, params, ByteTokenizer())
     arguments = ["--from", str(tmp_path / "run"), "--to", str(tmp_path / "hf")]
     assert script.main([*arguments, "--dtype", "bfloat16"]) == 0
-    assert capsys.readouterr().out.endswith("without a tokenizer\n")
+    told = "without a tokenizer: its tokens are bytes (--tokenizer bytes)\n"
+    assert capsys.readouterr().out.endswith(told)
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
     loaded = convert.load(tmp_path / "hf")[0]
     assert loaded.layers == config.layers

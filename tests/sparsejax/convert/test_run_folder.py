@@ -8,7 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from sparsejax import init_params, presets
 from sparsejax.convert import load, load_run, save, save_run
+from sparsejax.data import ByteTokenizer
+from sparsejax.evaluation import open_model
 from sparsejax.params import flatten
 from sparsejax.sharding import MeshConfig, make_mesh
 from sparsejax.training.load import load_model
@@ -34,6 +37,21 @@ def test_a_run_whose_tokenizer_is_no_longer_in_its_place(tmp_path):
     save_run(tmp_path / "run", config, params)
     shutil.rmtree(tmp_path / "run" / "tokenizer")
     assert load_run(tmp_path / "run")[2] is None
+
+
+def test_a_run_of_bytes_stays_one(tmp_path):
+    config = presets.tiny()
+    params = init_params(config, jax.random.key(0))
+    save_run(tmp_path / "run", config, params, ByteTokenizer())
+    again, back, tokenizer = load_run(tmp_path / "run")
+    assert (again, type(tokenizer)) == (config, ByteTokenizer)
+    assert open_model(tmp_path / "run").text_tokenizer().encode("é") == list("é".encode())
+    save_run(tmp_path / "cut", again, back, tokenizer)  # as surgery does
+    assert type(load_run(tmp_path / "cut")[2]) is ByteTokenizer
+    save(tmp_path / "hf", again, back, tokenizer)  # bytes have no tokenizer.json
+    assert load(tmp_path / "hf")[2] is None
+    with pytest.raises(ValueError, match=r"ByteTokenizer\(\) has ids up to 256, but .* 64 rows"):
+        save(tmp_path / "small", *load(GOLDEN / "qwen2")[:2], ByteTokenizer())
 
 
 def test_a_folder_with_checkpoints_is_not_written_over(tmp_path):

@@ -12,8 +12,9 @@ from tokenizers import models
 
 import sparsejax
 from sparsejax import MeshConfig, convert
-from sparsejax.data import HFTokenizer
+from sparsejax.data import DataNotFoundError, HFTokenizer
 from sparsejax.data.prepare import prepare_corpus
+from sparsejax.distill import DistillConfig
 from sparsejax.params import flatten
 from sparsejax.training.checkpoint import Checkpointer
 from sparsejax.training.config import TrainConfig
@@ -197,3 +198,29 @@ def test_the_digest_tells_weights_apart(micro, params, run_folder, hf_folder, tm
         convert.save(tmp_path / name / "hf", micro, tree, dtype="bfloat16")
         for kind, digest in found.items():
             assert (weights_digest(tmp_path / name / kind) == digest) == (name == "same")
+
+
+def test_the_corpus_of_the_run_that_is_started_from(micro, params, run_folder, tmp_path):
+    text = tmp_path / "text"
+    lines = [json.dumps({"text": f"document {n}"}) for n in range(300)]
+    (tmp_path / "notes.jsonl").write_text("\n".join(lines))
+    prepare_corpus([tmp_path / "notes.jsonl"], "bytes", text, val_fraction=0.1, progress=False)
+    step = jax.numpy.int32(0)
+    extra = {"config": micro.to_dict(), "data": {"name": str(text)}}
+    with Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
+        checkpointer.save(0, {"params": params, "step": step}, extra)
+
+    def resolved(kind=TrainConfig, **settings):
+        return kind(workdir=tmp_path / "new", **settings).resolved().data
+
+    assert resolved() == "stdlib"
+    assert resolved(init_from=tmp_path / "run") == str(text)
+    assert resolved(init_from=tmp_path / "run", data="stdlib") == "stdlib"
+    assert TrainConfig(workdir=tmp_path / "run", resume=True).resolved().data == str(text)
+    # `save_run` writes no text: a student made by surgery takes its teacher's.
+    assert resolved(init_from=run_folder) == "stdlib"
+    assert resolved(DistillConfig, init_from=run_folder, teacher=tmp_path / "run") == str(text)
+    # A corpus that was moved is missed, not replaced by another.
+    text.rename(tmp_path / "moved")
+    with pytest.raises(DataNotFoundError, match=f"no corpus '{text}'"):
+        prepare(config(tmp_path / "run", tmp_path / "new"))
