@@ -28,7 +28,7 @@ from pallas_kernels import UnsupportedError
 from sparsejax import benchmark
 from sparsejax.calibrate import measured_profile
 from sparsejax.config import ModelConfig
-from sparsejax.studies.flags import at_least, check_file, first_layers
+from sparsejax.studies.flags import at_least, check_file, check_gpu, first_layers
 from sparsejax.studies.timing import time_variants
 from sparsejax.training.config import TrainConfig
 
@@ -108,6 +108,8 @@ def bench(flags: Flags) -> list[dict[str, Any]]:
     at_least(flags, 1, "batch_size", "seq_len", "layers", "accumulate", "decode_steps", "reps")
     at_least(flags, 1, "calls")
     at_least(flags, 0, "nnz", "energy_seconds", "seed")
+    if not flags.smoke:
+        check_gpu("the sparse engine")
     model = model_of(flags)
     wanted = profile_of(flags, model)
     began = time.perf_counter()

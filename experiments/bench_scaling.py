@@ -38,6 +38,7 @@ from sparsejax.studies.flags import (
     at_least,
     check_devices,
     check_file,
+    check_gpu,
     first_layers,
     not_empty,
 )
@@ -138,6 +139,8 @@ def bench(flags: Flags) -> list[dict[str, Any]]:
     model = first_layers(TrainConfig(preset=flags.preset).model(), flags.layers, flags.preset)
     if not model.sparse_layers:
         raise ValueError(f"--preset {flags.preset!r} has no ReLU layer to be sparse in")
+    if "sparse_relu" in flags.variants and not flags.smoke:
+        check_gpu("the sparse engine")
 
     def shape(devices: int) -> lib.Shape:
         rows = flags.batch_size * (1 if flags.strong else devices)

@@ -116,7 +116,8 @@ def estimate(
       config: the model.
       device: a name in `DEVICES`, or a `Device`.
       batch: rows decoded together.
-      context: positions of each row that are in the cache; None for `config.context_length`.
+      context: positions of each row that are in the cache, more than the model was made for too;
+        None for `config.context_length`.
       prompt: positions of each row read in `prefill_latency`; None for `context`.
       tensor: devices that share every layer (tensor parallelism).
       dtype: of weights and products: "float32", "bfloat16", "float16" or "float8"; None for

@@ -23,6 +23,7 @@ from sparsejax.analysis.tokenwise import input_output, not_finite
 from sparsejax.checks import host_batches, listed, whole_number
 from sparsejax.config import LayerConfig, ModelConfig
 from sparsejax.model import head_weight
+from sparsejax.surgery.neurons import contributions_for
 from sparsejax.types import Params
 
 NO_ATTENTION = Variant(attention=False)
@@ -187,7 +188,7 @@ def block_scores(
             batches = list(batches) if isinstance(batches, Iterator) else batches
             layers = sorted({i for i, _ in narrow})
             with on_mesh(params):
-                contributions = surgery.channel_contribution(config, params, batches, layers)
+                contributions = contributions_for(_NAME, config, params, batches, layers)
     totals: dict[tuple[int, Choice], float] = {(i, c): 0.0 for i in choices for c in choices[i]}
     m = config.num_layers
     cosine, norm, used, tokens, seen = np.zeros(m), np.zeros(m), np.zeros(m), 0, 0

@@ -77,6 +77,16 @@ def check_devices(what: str, needed: int) -> None:
     raise ValueError(f"{what} needs more than the {jax.device_count()} devices here{hint}")
 
 
+def check_gpu(what: str) -> None:
+    """Raises ValueError, naming `what` needs one, where there is no GPU."""
+    platform = jax.default_backend()
+    if platform != "gpu":
+        raise ValueError(
+            f"{what} needs a CUDA device, and JAX has {platform!r} here; --smoke runs tiny shapes "
+            "without one"
+        )
+
+
 def first_layers(config: ModelConfig, layers: int | None, name: str) -> ModelConfig:
     """The model's first `layers` layers; None for all.
 

@@ -117,10 +117,16 @@ def channel_contribution(
 
     Source: "channel contribution" of Puzzle, arXiv 2411.19146.
     """
+    return contributions_for("channel_contribution", config, params, batches, layers)
+
+
+def contributions_for(
+    name: str, config: ModelConfig, params: Params, batches: Iterable[Any], layers: Layers | None
+) -> dict[int, np.ndarray]:
+    """`channel_contribution`, whose errors name the function that a caller asked."""
     # Analyses stand on surgery.
     from sparsejax.analysis.steps import Walk, read_batches
 
-    name = "channel_contribution"
     model_config(name, config)
     chosen = layer_indices(name, config, config.ffn_layers if layers is None else layers)
     for i in chosen:

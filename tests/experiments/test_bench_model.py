@@ -82,6 +82,7 @@ def test_a_model_that_does_not_fit(script, changes, message):
         (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--layers", "-1"], "--layers must be at least 1, got -1"),
         (["--nnz", "-1"], "--nnz must be at least 0, got -1.0"),
+        (["--preset", "2b"], "the sparse engine needs a CUDA device, and JAX has 'cpu' here"),
         (["--out", str(SCRIPT / "rows.jsonl")], "--out: nothing can be written in the folder"),
     ],
 )

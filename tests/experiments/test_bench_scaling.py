@@ -137,6 +137,7 @@ def test_a_dense_preset_is_refused(script):
         (["--devices"], "--devices is an empty list"),
         (["--devices", "0"], "--devices: every number must be at least 1, got 0"),
         (["--variants"], "--variants is an empty list"),
+        (["--preset", "2b"], "the sparse engine needs a CUDA device, and JAX has 'cpu' here"),
         (["--plan", "--plan-devices", "0"], "--plan-devices: every number must be at least 1"),
         (["--out", "f.png"], "--out f.png is where the figure goes; name a .jsonl file"),
         (["--out", str(SCRIPT / "rows.jsonl")], "--out: nothing can be written in the folder"),

@@ -258,8 +258,9 @@ def test_wrong_requests():
     assert Variant(np.False_, np.int64(3)) == Variant(False, 3)  # pyright: ignore
     with pytest.raises(ValueError, match=re.escape("variants must be Variant(...), got 0.5")):
         block_scores(UNIFORM, params, BATCHES, [0.5])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="block_scores: batches hold no tokens"):
-        block_scores(UNIFORM, params, [])
+    for variants in ([NO_FFN], [Variant(ffn=0.5)]):  # the second goes through the text twice
+        with pytest.raises(ValueError, match="block_scores: batches hold no tokens"):
+            block_scores(UNIFORM, params, [], variants)
     params["layer_2"]["ffn"]["down"] = params["layer_2"]["ffn"]["down"].at[3].set(np.nan)
     with pytest.raises(ValueError, match="contribution of layer 2 is not finite on 18 of 18"):
         block_scores(UNIFORM, params, BATCHES)
