@@ -26,7 +26,7 @@ from sparsejax.config import ModelConfig
 from sparsejax.data import open_source
 from sparsejax.distill.layer_map import layer_map_of
 from sparsejax.modules import Options
-from sparsejax.studies import plots
+from sparsejax.studies import shallow_plots
 from sparsejax.studies.flags import (
     RESULTS,
     at_least,
@@ -183,7 +183,7 @@ def main(args: Args) -> int:
     with compile_cache(args.setting.runs / "compiled"):
         study.run()
     write_csv(args.results / "study_both.csv", study.rows)
-    plots.plot_waterfall(study.rows, args.results / "study_both.png")
+    shallow_plots.plot_waterfall(study.rows, args.results / "study_both.png")
     for row in study.rows:
         print(
             f"{row['step']:24} {row['decode_ms']:.3f} ms per decode step, {row['prefill_ms']:.3f} "

@@ -30,7 +30,7 @@ from sparsejax.analysis import (
 )
 from sparsejax.analysis.plots import plot_dependency
 from sparsejax.data import open_source
-from sparsejax.studies import plots
+from sparsejax.studies import shallow_plots
 from sparsejax.studies.flags import (
     RESULTS,
     at_least,
@@ -216,7 +216,7 @@ def main(args: Args) -> int:
         study.run()
     write_csv(args.results / "study_fusion.csv", study.rows)
     write_csv(args.results / "study_fusion_windows.csv", study.windows)
-    plots.plot_fusion(study.rows, study.windows, args.results / "study_fusion.png")
+    shallow_plots.plot_fusion(study.rows, study.windows, args.results / "study_fusion.png")
     base = next(row for row in study.rows if row["family"] == "base")
     for row in (row for row in study.rows if "decode_ms" in row):
         speedup = base["decode_ms"] / row["decode_ms"]

@@ -11,5 +11,5 @@
 | `stages` | distillation of a changed model |
 | `timing` | dense and sparse variants of one model in turns; many models in turns |
 | `trained` | a trained model on real text in the place of `sparsejax.benchmark`'s random one |
-| `plots` | the figures |
+| `plots`, `shallow_plots`, `figures` | the figures, and what they share |
 """

@@ -1,4 +1,4 @@
-"""`sparsejax.studies.plots`: what is drawn where, and that labels can be read."""
+"""The figures of studies: what is drawn where, and that labels can be read."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Annotation
 
-from sparsejax.studies import plots
+from sparsejax.studies import plots, shallow_plots
 
 ABOUT = {"device": "1 x card", "jax": "0"}
 
@@ -48,7 +48,7 @@ def steps(losses):
     ],
 )
 def test_a_loss_far_above_does_not_press_the_others_together(tmp_path, losses, off):
-    figure = plots.plot_waterfall(steps(losses), tmp_path / "new" / "w.png")
+    figure = shallow_plots.plot_waterfall(steps(losses), tmp_path / "new" / "w.png")
     axes = figure.axes[2]
     check_readable(axes)
     inside = [k for k in range(len(losses)) if k not in off]
@@ -74,7 +74,9 @@ def test_a_loss_far_above_does_not_press_the_others_together(tmp_path, losses, o
 def test_a_step_of_time_has_its_spread(tmp_path):
     rows = steps([4.0, 3.9, 3.8])
     for axes, mode in zip(
-        plots.plot_waterfall(rows, tmp_path / "w.png").axes, ("decode", "prefill"), strict=False
+        shallow_plots.plot_waterfall(rows, tmp_path / "w.png").axes,
+        ("decode", "prefill"),
+        strict=False,
     ):
         check_readable(axes)
         ms = np.array([r[f"{mode}_ms"] for r in [*rows, rows[-1]]])
@@ -142,14 +144,14 @@ def test_quality_has_a_point_per_coefficient_and_labels_beside_it(tmp_path):
 
 def test_a_way_to_fuse_has_one_colour(tmp_path):
     rows = []
-    for family in ("parent", "cut", *plots._WAYS):
+    for family in ("parent", "cut", *shallow_plots._WAYS):
         for saved in (4, 8) if family in ("fuse", "remove") else (0,):
             row = ABOUT | {"family": family, "ce": 3.5 + saved, "saved": saved, "order_of": saved}
             if family in ("parent", "base", "fuse", "remove"):
                 row |= {"decode_ms": 0.5, "decode_least": 0.4, "decode_most": 0.8}
             rows.append(row)
     windows = [{"length": 2, "count": k, "ce": 3.5 + k} for k in (0, 1)]
-    loss, latency, parallel = plots.plot_fusion(rows, windows, tmp_path / "f.png").axes
+    loss, latency, parallel = shallow_plots.plot_fusion(rows, windows, tmp_path / "f.png").axes
     colors = {line.get_label(): to_hex(line.get_color()) for line in loss.lines}
     assert len(colors) == 11
     drawn = {c.get_label(): c for c in latency.containers}
