@@ -50,8 +50,10 @@ def gated_ffn(
     pre-activation is not <= 0 (so a NaN is active and reaches y).
 
     The result does not depend on sparsity: every engine is exact for any number of active neurons.
-    A NaN or infinity in x reaches y; one in the weights of a neuron that does not fire reaches it
-    only through the dense engine (as 0 times NaN), because the sparse one does not read that row.
+    A NaN in x reaches y, and so does an infinity, as itself or NaN, through any neuron that fires.
+    One that does not fire adds 0 in the sparse engine, whatever its weights and x are; a NaN or
+    infinity there reaches y (as 0 times NaN) in the dense engine, and in the sparse one only where
+    a token, or a neuron that fires often, is computed densely.
     Gradients reach x, gate, up, down and gate_bias from both y and l1 (reverse mode; d|h|/dh is
     sign(h), and 0 at 0). Matmul precision of float32 inputs follows `jax.default_matmul_precision`.
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
+
+_Choice = Literal["auto", "sparse", "hot", "dense"]
+_Residuals = Literal["compact", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +50,10 @@ class FFNConfig:
     tail_down: tuning.MatmulTile = tuning.HOPPER_TILE
     decode_neurons: int = 16
     decode_depth: int = 256
-    choice: Literal["auto", "sparse", "hot", "dense"] = "auto"
+    choice: _Choice = "auto"
     choose_tokens: int = 2048
     hot_neurons: int = 128
-    residuals: Literal["compact", "full"] = "compact"
+    residuals: _Residuals = "compact"
     grad_hidden_unroll: int = 4
     grad_hidden_warps: int = 1
     grad_warps: int = 4
@@ -58,6 +61,36 @@ class FFNConfig:
     grad_segment: int = 512
     grad_unroll_weights: int = 4
     grad_rows: int = 512
+
+    def __post_init__(self):
+        for name, known in _KNOWN.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"FFNConfig: {name} must be one of {list(known)}, got {getattr(self, name)!r}"
+                )
+        for least, names in _LEAST.items():
+            for name in names:
+                if getattr(self, name) < least:
+                    raise ValueError(
+                        f"FFNConfig: {name} must be at least {least}, got {getattr(self, name)}"
+                    )
+        for name in _POWERS:
+            value = getattr(self, name)
+            if value & (value - 1):
+                raise ValueError(f"FFNConfig: {name} must be a power of two, got {value}")
+
+
+_KNOWN = {"choice": get_args(_Choice), "residuals": get_args(_Residuals)}
+_POWERS = ("list_chunk", "list_warps", "walk_warps", "grad_hidden_warps", "grad_warps")
+_LEAST = {
+    0: ("decode_tokens", "list_width", "choose_tokens", "hot_neurons"),
+    1: (
+        *_POWERS[1:],
+        *("decode_neurons", "decode_depth", "grad_hidden_unroll", "grad_unroll"),
+        *("grad_segment", "grad_unroll_weights", "grad_rows"),
+    ),
+    32: ("list_chunk",),
+}
 
 
 # Each setting with what it was chosen from: ms on one H200, jax 0.11.2, bf16, 16,384 x 2048 x 5632.

@@ -37,6 +37,7 @@ from pallas_kernels.gated_ffn.pallas_triton_backward import (
     Residuals,
     backward,
     hot_rows,
+    is_deferred,
 )
 
 __all__ = ["after_gate", "backward", "forward", "unsupported"]
@@ -152,7 +153,7 @@ def _after_gate(x, pre, bias, up, down, *, gated: bool, config: FFNConfig, train
             programs=tl.device_programs(),
         )
         if hot is not None:
-            is_long = nnz > plan.limit
+            is_long = is_deferred(plan.limit, nnz)
             l1 = jnp.where(is_long, l1, l1 + hot.l1)
             total = jnp.where(is_long, total, total + hot.nnz)
         lists = (nnz, columns, values, *ups) if training else ()
@@ -190,6 +191,7 @@ def _after_gate(x, pre, bias, up, down, *, gated: bool, config: FFNConfig, train
     else:
         only = {"dense": 0, "hot": 2}.get(config.choice, 1)
         y, l1, nnz, lists, up_out = ways[only]()
+        full = full and only == 0  # the others have not written it
     if not training:
         return y, l1, nnz, plan.way, None, None
     walked_nnz, columns, values, *ups = lists

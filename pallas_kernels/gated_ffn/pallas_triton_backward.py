@@ -60,7 +60,8 @@ class Lists(NamedTuple):
 class Residuals(NamedTuple):
     """x (M, D) and weights; the lists, or None where there are none; both projections, or None.
 
-    `pre` is x gate^T, the bias not yet in it.
+    `pre` is x gate^T, the bias not yet in it. `up_out` is x up^T if the lists' way is DENSE, and
+    else holds anything.
     """
 
     x: Array
@@ -77,6 +78,8 @@ def _dense(saved: Residuals, dy: Array, dl1: Array):
     x, gate, up, down, gate_bias, _, pre, up_out = saved
     if pre is not None:
         pre = tl.add_bias(pre, gate_bias)
+        if gate is not None and up_out is None:
+            up_out = jnp.einsum("md,fd->mf", x, up)
         full = reference.Residuals(x, gate, up, down, gate_bias, pre, up_out)
         return reference.backward(full, dy, dl1, activation="relu")
     # Half of the neurons at a time: this call's arrays come on top of what all layers keep.
@@ -125,6 +128,11 @@ def _long_rows(saved: Residuals, dy: Array, dl1: Array, is_long: Array, dx: Arra
     return lax.fori_loop(0, (count + block - 1) // block, step, (dx, zeros))
 
 
+def is_deferred(limit: Array, nnz: Array) -> Array:
+    """True (M,) for rows that were not walked. With a negative limit nnz was never written."""
+    return (limit < 0) | (nnz > limit)
+
+
 def hot_rows(hot: Array, array: Any) -> Any:
     """Rows (H, ...) of the hot neurons, zeros where `hot` is padded; None for None."""
     return None if array is None else array.at[hot].get(mode="fill", fill_value=0)
@@ -159,7 +167,7 @@ def _sparse(
     hot_grads: tuple[Any, ...] | None = None
     if hot:
         # Long rows are not the hot layer's: the dense backward takes them in full.
-        is_long = nnz > limit
+        is_long = is_deferred(limit, nnz)
         dy_hot, dl1_hot = dy, dl1
         if tail:
             dy_hot = jnp.where(is_long[:, None], jnp.zeros_like(dy), dy)
@@ -191,7 +199,7 @@ def _sparse(
     tail_grads: tuple[Any, ...] | None = None
     if tail:
         block = min(config.grad_rows, x.shape[0])
-        dx, sums = _long_rows(saved, dy, dl1, nnz > limit, dx, block)
+        dx, sums = _long_rows(saved, dy, dl1, is_deferred(limit, nnz), dx, block)
         tail_grads = tuple(sums)
         if hot_grads is not None:
             # Both are float32 and go under the kernels' sums, which are zero at the hot neurons.
@@ -246,7 +254,7 @@ def backward(saved: Residuals, dy: Array, dl1: Array, config: FFNConfig):
     # Beyond about F / 64 entries per token the dense way is the faster one.
     per_token = min(config.list_width, max(32, features // 56))
     capacity = tokens * per_token
-    walked = lists.nnz <= lists.limit
+    walked = jnp.logical_not(is_deferred(lists.limit, lists.nnz))
     # Counted in float32: tokens times F may not fit an int32; 1 in 2^24 does not matter here.
     count = jnp.sum(jnp.where(walked, lists.nnz, 0).astype(jnp.float32))
     long_rows = tokens - jnp.sum(walked, dtype=jnp.int32)
@@ -267,8 +275,16 @@ def backward(saved: Residuals, dy: Array, dl1: Array, config: FFNConfig):
     def sparse(saved: Residuals, **options: bool):
         return lambda dy, dl1: _sparse(saved, dy, dl1, config, capacity, **options)
 
-    ways = [lambda dy, dl1: _dense(saved, dy, dl1), sparse(lean)]
+    def dense(saved: Residuals):
+        return lambda dy, dl1: _dense(saved, dy, dl1)
+
+    ways = [dense(saved), sparse(lean)]
     if apart:
         ways.append(sparse(lean, hot=True))
     ways.append(sparse(third, hot=apart, tail=True))
+    if saved.up_out is not None:
+        # The forward pass ran sparse, wrote no up_out, and left too much to be sparse here.
+        unwritten = jnp.logical_not(fits) & (lists.way != DENSE)
+        way = jnp.where(unwritten, len(ways), way)
+        ways.append(dense(saved._replace(up_out=None)))
     return lax.switch(way, ways, dy, dl1)

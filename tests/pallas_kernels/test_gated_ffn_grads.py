@@ -1,5 +1,6 @@
 """Gradients of the triton engine in interpret mode, on every way through it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import FFNConfig, gated_ffn
+from pallas_kernels import FFNConfig, _triton, gated_ffn
 from pallas_kernels.gated_ffn import pallas_triton, pallas_triton_plan
 from pallas_kernels.gated_ffn.pallas_triton_backward import Residuals
 from pallas_kernels.testing import assert_as_exact_as_dense, assert_close, ffn_inputs
@@ -66,11 +67,11 @@ def cotangents(inputs):
     return jnp.asarray(dy, jnp.float32), jnp.asarray(dl1, jnp.float32)
 
 
-def check(inputs, gated=True):
+def check(inputs, gated=True, config=CONFIG):
     """Runs both engines; returns (which way: 0 dense or 1 sparse, active neurons per token)."""
     weights = cotangents(inputs)
     with pallas_kernels.interpret():
-        got, (nnz, sparse) = gradients("triton", gated)(inputs, weights)
+        got, (nnz, sparse) = gradients("triton", gated, config)(inputs, weights)
     expected, (dense_nnz, _) = gradients("xla", gated, None)(inputs, weights)
     np.testing.assert_array_equal(np.array(nnz), np.array(dense_nnz))
     names = [name for name in expected if gated or name != "gate"]
@@ -127,6 +128,38 @@ def test_all_ways_of_one_program():
     assert (sparse, nnz.max()) == (1, 0)
     sparse, nnz = check(quiet(inputs, 50.0))
     assert (sparse, nnz.min()) == (0, FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("choice", "walk_limit", "residuals"),
+    [
+        ("auto", 25, "full"),
+        ("hot", 25, "full"),
+        ("dense", 25, "full"),
+        # All rows go to the tail: lists are not even made.
+        ("sparse", -1, "compact"),
+        ("hot", -1, "full"),
+    ],
+)
+def test_a_sparse_forward_and_a_dense_backward(choice, walk_limit, residuals, monkeypatch):
+    """More than a quarter of the rows is long; projections that were not kept are not read."""
+    # What is not written may look like anything.
+    monkeypatch.setattr(_triton, "unwritten", lambda shape, dtype: jnp.full(shape, 0.5, dtype))
+    config = dataclasses.replace(CONFIG, choice=choice, walk_limit=walk_limit, residuals=residuals)
+    inputs = ffn_inputs(TOKENS, WIDTH, FEATURES, rate=0.05)
+    inputs = heat(inputs) if choice == "hot" else inputs
+    inputs["x"] = inputs["x"].at[::3, 0].set(-0.3)
+    sparse, nnz = check(inputs, True, config)
+    assert 0.3 < (nnz > 25).mean() < 0.6
+    assert sparse == (choice != "dense")
+
+
+def test_short_calls_with_many_long_rows():
+    """Under `choose_tokens` nothing is chosen, and the forward pass runs sparse by itself."""
+    config = dataclasses.replace(CONFIG, choose_tokens=1000, residuals="full", walk_limit=None)
+    inputs = ffn_inputs(TOKENS, WIDTH, FEATURES, rate=0.2)
+    for x in (inputs["x"], quiet(inputs, 50.0)["x"]):  # long rows, and all rows
+        check(inputs | {"x": x}, True, config)
 
 
 def test_same_bits_twice_and_nan_reaches_every_gradient_it_should():

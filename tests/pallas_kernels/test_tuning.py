@@ -1,5 +1,7 @@
 """Buckets and the table of measured launch settings; tiles are in test_lowering.py."""
 
+import re
+
 import jax.numpy as jnp
 import pytest
 
@@ -26,6 +28,23 @@ def test_the_nearest_token_count_of_the_same_layer_counts():
     assert tuning.measured(table, key(65536)) == {"warps": 2}
     assert tuning.measured(table, key(1024, width=1024)) == {}
     assert tuning.measured(table, key(1024, device="b")) == {}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"choice": "bogus"}, "choice must be one of ['auto', 'sparse', 'hot', 'dense'], got 'bog"),
+        ({"residuals": "none"}, "residuals must be one of ['compact', 'full'], got 'none'"),
+        ({"list_width": -1}, "list_width must be at least 0, got -1"),
+        ({"list_chunk": 48}, "list_chunk must be a power of two, got 48"),
+        ({"list_chunk": 16}, "list_chunk must be at least 32, got 16"),
+        ({"walk_warps": 3}, "walk_warps must be a power of two, got 3"),
+        ({"grad_segment": 0}, "grad_segment must be at least 1, got 0"),
+    ],
+)
+def test_settings_that_cannot_be_launched(setting, message):
+    with pytest.raises(ValueError, match=re.escape(f"FFNConfig: {message}")):
+        config.FFNConfig(**setting)
 
 
 def test_measured_settings_come_before_the_rule():
