@@ -36,4 +36,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main, Args)
+    run_script(main, Args, resumes=True)

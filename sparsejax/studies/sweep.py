@@ -169,7 +169,7 @@ def run_record(setting: Setting, spec: RunSpec) -> dict[str, Any]:
     summary = json.loads(workdir.summary.read_text())
     rows = read_rows(workdir.metrics)
     evals = read_rows(workdir.root / "eval.jsonl")
-    found = summary["held_out"]
+    found, whole = summary["held_out"], not summary["resumed_from"]
     curve = [_curve_point(row, rows, setting) for row in evals]
     best = min(curve, key=lambda point: point["held_out"])
     record = {
@@ -184,8 +184,9 @@ def run_record(setting: Setting, spec: RunSpec) -> dict[str, Any]:
         "nnz_per_layer": found["nnz_per_layer"],
         "dead_last_step": rows[-1]["dead_fraction"],
         "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows[1:] or rows),
-        "compile_s": summary["compile_s"],
-        "train_s": summary["train_s"],
+        # Of runs in one piece: a summary tells of its own call alone.
+        "compile_s": summary["compile_s"] if whole else None,
+        "train_s": summary["train_s"] if whole else None,
         "curve": curve,
     }
     activations = workdir.root / "activations.json"

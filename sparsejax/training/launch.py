@@ -79,12 +79,21 @@ def held_out_line(summary: dict[str, Any]) -> str | None:
     )
 
 
-def run_script(main: Callable[[Any], int], args: type) -> NoReturn:
-    """`main` on the command line's flags; what a user can mend is told in one line."""
+def run_script(main: Callable[[Any], int], args: type, *, resumes: bool = False) -> NoReturn:
+    """`main` on the command line's flags; what a user can mend is told in one line.
+
+    Args:
+      main: returns the exit status.
+      args: the dataclass of flags.
+      resumes: the script has a flag --resume; the others go on by themselves.
+    """
     script = Path(sys.argv[0]).name
     try:
         sys.exit(main(tyro.cli(args)))
     except KeyboardInterrupt:
-        sys.exit(f"{script}: interrupted between checkpoints; --resume goes on")
+        how = ""
+        if resumes:
+            how = " with --resume, or without where no checkpoint was made yet,"
+        sys.exit(f"{script}: interrupted; what was saved is kept. The same command{how} goes on")
     except EXPECTED as error:
         sys.exit(f"{script}: {error}")

@@ -79,6 +79,7 @@ def train(
                 MetricsLog(run.workdir.root / "eval.jsonl", resumed) as eval_log,
             ):
                 summary = _Trainer(run, loader, checkpointer, state, log, eval_log).fit()
+                summary["resumed_from"] = resumed or 0
         if jax.process_index() == 0:
             rows = read_rows(run.workdir.metrics)
             summary |= {"first": rows[0], "last": rows[-1]} if rows else {}

@@ -40,6 +40,16 @@ def test_records_tables_and_one_program_for_all_coefficients(run_study, capsys):
     assert float(positions[3]["nnz"]) == pytest.approx(sum(sums[4:8]) / sum(tokens[4:8]), rel=1e-5)
     assert {r["seed"] for r in read(results / "study_sparsity_runs.csv")} == {"0"}
     assert (results / "study_sparsity.png").stat().st_size > 10_000
+    # Interrupted between the last checkpoint and the summary: gone on with, its times not told.
+    assert rows["relu-0.01"]["compile_s"] > 0
+    (folder / "summary.json").unlink()
+    file = results / "study_sparsity.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if '"relu-0.01"' not in line))
+    run_study("sparsity")
+    (again,) = (r for r in Records(file).all() if r["name"] == "relu-0.01")
+    assert again["ce"] == rows["relu-0.01"]["ce"]
+    assert (again["compile_s"], again["train_s"]) == (None, None)
 
 
 def test_an_unknown_name_lists_the_runs(run_study):
