@@ -125,7 +125,16 @@ def bench_op(flags: Flags, tokens: int) -> Iterator[tuple[float, list[dict]]]:
 def errors(flags: Flags, programs: dict[str, Any], args: Any) -> dict[str, Any]:
     """Errors of the engine and of the dense op against float32, nnz seen and the way taken."""
     one = args[0] if isinstance(args[0], tuple) else args
-    out = jax.jit(lambda *a: gated_ffn(*a, implementation=flags.implementation))(*one[:4])
+
+    def call(*arrays):
+        out = gated_ffn(*arrays, implementation=flags.implementation)
+        return out.y, out
+
+    def training(*arrays):  # a call that is differentiated chooses by other costs
+        return jax.vjp(call, *arrays, has_aux=True)[2]
+
+    run = training if flags.mode == "train" else lambda *arrays: call(*arrays)[1]
+    out = jax.jit(run)(*one[:4])
     seen = {"nnz": float(jnp.mean(out.nnz)), "sparse": int(out.sparse or 0)}
     wide = tuple(a.astype(jnp.float32) for a in one)
     with jax.default_matmul_precision("highest"):
@@ -151,7 +160,13 @@ def bench_real(flags: Flags, tokens: int) -> Iterator[tuple[float, list[dict]]]:
     dtype = jnp.dtype(flags.dtype)
     if not flags.masks.is_file():
         raise SystemExit(f"bench_ffn.py: --masks {flags.masks}: there is no such file")
-    bits = np.unpackbits(np.load(flags.masks)["bits"], axis=-1).astype(bool)
+    try:
+        bits = np.unpackbits(np.load(flags.masks)["bits"], axis=-1).astype(bool)
+    except (ValueError, KeyError, IndexError):
+        raise ValueError(
+            f"--masks {flags.masks}: expected an .npz file with an array 'bits', uint8 (layers, "
+            "sequences, tokens, F / 8), as numpy.packbits makes it"
+        ) from None
     features, layers = bits.shape[-1], flags.layers
     weights = bench.random_weights(jax.random.key(0), flags.d_model, features, dtype)
     xs = [

@@ -154,11 +154,15 @@ def estimate(
       speedup: of the step on one device against dense, for the sparse engine.
 
     Raises:
-      ValueError: as `traffic`, or numbers that are not positive.
+      ValueError: as `traffic`, numbers that are not positive, or a utilisation above 1.
     """
     for name, value in {"utilisation": utilisation, "speedup": speedup}.items():
         if not 0 < value < math.inf:
             raise ValueError(f"estimate: {name} must be positive, got {value}")
+    if utilisation > 1:
+        raise ValueError(
+            f"estimate: utilisation is a share of the device's peak, at most 1, got {utilisation}"
+        )
     data, fsdp, tensor = split
     device, devices = get_device(cluster.device), math.prod(split)
     terms = traffic(config, split, rows, length, remat=remat, accumulate=accumulate, sparse=sparse)

@@ -101,6 +101,9 @@ def test_refused_before_anything_is_timed(script, tmp_path, monkeypatch, changes
 def test_a_missing_file_is_named(script, tmp_path):
     with pytest.raises(SystemExit, match=r"absent\.npz: there is no such file"):
         run(script, tmp_path, pattern="real", masks=tmp_path / "absent.npz")
+    (tmp_path / "notes.txt").write_text("no masks")
+    with pytest.raises(ValueError, match=r"notes.txt: expected an .npz file with an array 'bits'"):
+        run(script, tmp_path, pattern="real", masks=tmp_path / "notes.txt")
 
 
 def test_chained_calls_keep_their_inputs_and_wait_for_each_other(script):

@@ -199,6 +199,7 @@ def test_plans_fit_the_model_the_batch_and_the_memory():
         ({"rows": 7}, "7 rows must divide over data x fsdp x microbatches = 2"),
         ({"accumulate": 3}, "= 6"),
         ({"utilisation": 0}, "utilisation must be positive, got 0"),
+        ({"utilisation": 1.5}, "a share of the device's peak, at most 1, got 1.5"),
         ({"speedup": float("nan")}, "speedup must be positive"),
     ],
 )
