@@ -102,7 +102,7 @@ class Case:
     def __init__(self, model: ModelConfig, biases: Biases, split: Split, shape: Shape):
         self.split, self.shape, self.model = split, shape, with_gate_bias(model)
         self.mesh = make_mesh(MeshConfig(*split), jax.devices()[: math.prod(split)])
-        check_batch(self.mesh, shape.rows // shape.accumulate)
+        check_batch(self.mesh, shape.rows, shape.accumulate)
         self.compiled: dict[str, Any] = {}
         self.optimizer = make_optimizer(_STILL, _STEPS)
         self.schedule = make_schedule(_STILL, _STEPS)

@@ -65,8 +65,9 @@ class MeshConfig:
         fixed = self.fsdp * self.tensor
         data = num_devices // fixed if self.data == -1 else self.data
         if data * fixed != num_devices:
+            shown = "any" if self.data == -1 else self.data
             raise ValueError(
-                f"mesh data={self.data} x fsdp={self.fsdp} x tensor={self.tensor} must multiply "
+                f"mesh data={shown} x fsdp={self.fsdp} x tensor={self.tensor} must multiply "
                 f"to the number of devices, {num_devices}; change --mesh.data, --mesh.fsdp or "
                 "--mesh.tensor"
             )
@@ -149,13 +150,15 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
-def check_batch(mesh: Mesh, batch_size: int) -> None:
-    """Raises ValueError unless `batch_size` rows divide over the data and fsdp axes."""
+def check_batch(mesh: Mesh, batch_size: int, accumulate: int = 1) -> None:
+    """Raises ValueError unless the rows of a microbatch divide over the data and fsdp axes."""
     ways = _ways(mesh, BATCH_AXES)
-    if batch_size % ways:
+    if batch_size // accumulate % ways:
+        parts = "" if accumulate == 1 else f" in {accumulate} microbatches (--accumulate)"
+        times = "" if accumulate == 1 else f" x {accumulate} microbatches"
         raise ValueError(
-            f"batch size {batch_size} must be a multiple of data x fsdp = {ways} devices; "
-            "change --batch-size or the mesh"
+            f"batch size {batch_size}{parts} must be a multiple of data x fsdp = {ways} devices"
+            f"{times}; change --batch-size or the mesh"
         )
 
 

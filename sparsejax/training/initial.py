@@ -40,7 +40,8 @@ def folder_kind(path: str | os.PathLike) -> Literal["run", "hf"]:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder}; expected a run or a Hugging Face folder")
+        what = f"{folder} is a file" if folder.exists() else f"no folder {folder}"
+        raise FileNotFoundError(f"{what}; expected a run or a Hugging Face folder")
     if Workdir(folder).checkpoints.is_dir():
         return "run"
     if (folder / "config.json").is_file():

@@ -205,7 +205,7 @@ def prepare(config: TrainConfig) -> Run:
     """
     model, config = config.model(), config.resolved()
     mesh = make_mesh(config.mesh)
-    check_batch(mesh, config.batch_size // config.loss.accumulate)
+    check_batch(mesh, config.batch_size, config.loss.accumulate)
     schedule = make_schedule(config.optimizer, config.steps)
     optimizer = make_optimizer(config.optimizer, config.steps)
     template = state_template(model, optimizer, mesh)
@@ -250,6 +250,9 @@ def say(text: str) -> None:
 
 def _workdir_path(config: TrainConfig) -> Path:
     if config.workdir is not None:
+        for place in (config.workdir, *config.workdir.parents):
+            if place.exists() and not place.is_dir():
+                raise ValueError(f"--workdir {config.workdir}: {place} is a file; name a folder")
         return config.workdir
     if jax.process_count() > 1:
         raise ValueError("several processes need one --workdir, a folder that all of them share")

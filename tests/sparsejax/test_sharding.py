@@ -113,7 +113,7 @@ def test_mesh_sizes():
     ("config", "message"),
     [
         (MeshConfig(data=3), r"data=3 x fsdp=1 x tensor=1 must multiply to .* devices, 8; change"),
-        (MeshConfig(fsdp=3), r"data=-1 x fsdp=3 x tensor=1 must multiply .* 8"),
+        (MeshConfig(fsdp=3), r"data=any x fsdp=3 x tensor=1 must multiply .* 8"),
         (MeshConfig(fsdp=16), r"fsdp=16 .* must multiply .* 8"),
         (MeshConfig(data=0), "mesh sizes must be positive"),
         (MeshConfig(data=-2), "mesh sizes must be positive"),
@@ -146,6 +146,11 @@ def test_a_mesh_without_the_axis_is_named():
 def test_batches():
     mesh = make_mesh(MeshConfig(2, 2, 2))
     check_batch(mesh, 12)
+    with pytest.raises(
+        ValueError, match=r"batch size 8 in 4 microbatches \(.* data x fsdp = 4 .* x 4 microbatches"
+    ):
+        check_batch(mesh, 8, 4)
+    check_batch(mesh, 16, 4)
     with pytest.raises(ValueError, match=r"batch size 6 must be a multiple of data x fsdp = 4"):
         check_batch(mesh, 6)
     batch = jax.device_put(np.arange(32).reshape(8, 4), batch_sharding(mesh))

@@ -141,6 +141,7 @@ def test_the_preset_may_agree(micro, micro_file, run_folder, hf_folder, tmp_path
         ({"mesh": MeshConfig(tensor=8)}, "the mesh does not fit the model"),
         ({"seq_len": 64}, "seq_len 64 exceeds the context length 32 of init_from"),
         ({"init_from": "absent"}, "no folder absent"),
+        ({"init_from": __file__}, r"test_initial\.py is a file; expected a run or a Hugging Face"),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_is_written(

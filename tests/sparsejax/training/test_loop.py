@@ -287,6 +287,15 @@ def test_wrong_settings_are_named_before_anything_is_written(
     assert not workdir.exists()
 
 
+@pytest.mark.parametrize("inside", [(), ("run",)])
+def test_a_file_in_the_place_of_a_workdir(micro_file, tmp_path, inside):
+    file = tmp_path / "notes.txt"
+    file.write_text("kept")
+    with pytest.raises(ValueError, match=r"--workdir .*: .*notes\.txt is a file; name a folder"):
+        train(config(micro_file, file.joinpath(*inside)))
+    assert file.read_text() == "kept"
+
+
 def test_a_vocabulary_too_small_for_the_text_is_refused(micro, tmp_path):
     path = tmp_path / "small.json"
     path.write_text(micro.replace(vocab_size=128).to_json())
