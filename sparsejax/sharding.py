@@ -8,13 +8,15 @@ applied to the finished tree, after any surgery, so no parameter carries a shard
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.params import path_string
@@ -169,19 +171,9 @@ def constrain(x: jax.Array, *axes: Any) -> jax.Array:
     their dimension are left out: this is a hint to the compiler, never a change of values.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if not _auto_axes(mesh):
         return x
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if AxisType.Auto not in types.values():
-        return x
-
-    def keep(size: int, entry: Any) -> Any:
-        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        names = tuple(n for n in names if types.get(n) == AxisType.Auto)
-        return names if names and size % math.prod(mesh.shape[n] for n in names) == 0 else None
-
-    spec = P(*(keep(s, a) for s, a in zip(x.shape, axes, strict=True)))
-    return jax.lax.with_sharding_constraint(x, spec)
+    return jax.lax.with_sharding_constraint(x, _kept(mesh, x.shape, axes))
 
 
 def gather_fsdp(x: jax.Array, path: str) -> jax.Array:
@@ -193,13 +185,61 @@ def gather_fsdp(x: jax.Array, path: str) -> jax.Array:
     sharding too, and the stored float32 travels instead of the bfloat16 it becomes. The gradient
     goes the same way back: summed as it comes out of the layer, then cut to this device's share,
     which together is a reduce-scatter, and the share alone is kept and cast.
+
+    The share keeps the parameters' order in memory. Left alone, XLA lets the order that suits the
+    collective (the split dimension first) run on through the optimiser, and copies every new
+    parameter and moment back: for `2b` on two GPUs 14 GB of traffic per step that this avoids.
     """
     for pattern, spec in RULES:
         if re.search(pattern, path):
             rest = [None] * (x.ndim - len(spec))
-            split = constrain(x, *spec, *rest)
+            split: Any = constrain(x, *spec, *rest)
+            mesh = jax.sharding.get_abstract_mesh()
+            if "fsdp" in _auto_axes(mesh) and mesh.shape["fsdp"] > 1:
+                split = _in_order(mesh, _kept(mesh, x.shape, (*spec, *rest)), split)
             return constrain(split, *(None if a == "fsdp" else a for a in spec), *rest)
     return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_order(mesh: AbstractMesh, spec: P, x: jax.Array) -> jax.Array:
+    """x; each device's share of its gradient lies in memory with the last dimension innermost."""
+    del mesh, spec
+    return x
+
+
+def _lay_in_order(mesh: AbstractMesh, spec: P, _, dx: jax.Array) -> tuple[jax.Array]:
+    # Per device: the compiler of some jax releases cannot partition a constraint of the layout.
+    lay: Any = jax.shard_map(
+        lambda share: with_layout_constraint(share, Layout(tuple(range(dx.ndim)))),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names=frozenset(_auto_axes(mesh)),
+        check_vma=False,
+    )
+    return (lay(dx),)
+
+
+_in_order.defvjp(lambda mesh, spec, x: (x, None), _lay_in_order)
+
+
+def _auto_axes(mesh: AbstractMesh) -> tuple[str, ...]:
+    """Axes of a mesh that the compiler handles."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(str(name) for name, kind in kinds if kind == AxisType.Auto)
+
+
+def _kept(mesh: AbstractMesh, shape: tuple[int, ...], axes: tuple[Any, ...]) -> P:
+    """The axes that `constrain` takes for an array of this shape."""
+    known, sizes = _auto_axes(mesh), mesh.shape
+
+    def keep(size: int, entry: Any) -> Any:
+        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        names = tuple(n for n in names if n in known)
+        return names if names and size % math.prod(sizes[n] for n in names) == 0 else None
+
+    return P(*(keep(s, a) for s, a in zip(shape, axes, strict=True)))
 
 
 def _ways(mesh: Mesh, axes: Any) -> int:

@@ -216,8 +216,31 @@ def test_gather_fsdp_sends_the_dtype_that_is_used_and_keeps_a_share_of_the_gradi
         lines = str(jax.make_jaxpr(jax.grad(f))(weight, x)).splitlines()
     lines = [line for line in lines if re.search(r"f(16|32)\[96,64\] =", line)]
     steps = [re.search(r"= (\w+)", line)[1] for line in lines]
-    assert steps[-3:] == ["sharding_constraint", "sharding_constraint", "convert_element_type"]
+    assert steps[-4:-2] == ["sharding_constraint", "shard_map"]
+    assert steps[-2:] == ["sharding_constraint", "convert_element_type"]
     assert steps.count("sharding_constraint") == 4
+
+
+@pytest.mark.parametrize(("sizes", "laid"), [((2, 2, 2), True), ((4, 1, 2), False)])
+def test_a_share_of_a_gradient_is_laid_in_the_order_of_its_parameter(sizes, laid):
+    mesh = make_mesh(MeshConfig(*sizes))
+
+    def f(weight):
+        return jnp.sum(gather_fsdp(weight, "ffn/up") ** 2)
+
+    weight = jax.random.normal(jax.random.key(0), (96, 64))
+    weight = jax.device_put(weight, tree_shardings(mesh, {"ffn": {"up": weight}})["ffn"]["up"])
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(jax.grad(f)).lower(weight)
+        got = lowered.compile()(weight)
+        pulled = jax.vjp(f, weight)[1]
+    np.testing.assert_array_equal(got, 2 * weight)
+    np.testing.assert_array_equal(pulled(1.0)[0], 2 * weight)  # the mesh is not in context here
+    shares = re.findall(
+        r"@LayoutConstraint.*result_layouts = \[dense<\[1, 0\]>.*-> tensor<(\w+)>",
+        lowered.as_text(),
+    )
+    assert shares == (["48x32xf32"] if laid else [])
 
 
 # ---- the model on eight devices -----------------------------------------------------------------
