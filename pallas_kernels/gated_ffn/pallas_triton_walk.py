@@ -123,8 +123,8 @@ def column_dtype(features: int) -> Any:
 
 
 def list_slots(features: int, width: int, chunk: int) -> int:
-    """Slots of one row in what `lists` returns: `width`, and spare ones in interpret mode."""
-    return width + (_list_chunk(features, chunk) // 32 if dispatch.interpreting() else 0)
+    """Slots of one row in what `lists` returns: `width` (or 1), and spare ones in interpret mode."""
+    return max(1, width) + (_list_chunk(features, chunk) // 32 if dispatch.interpreting() else 0)
 
 
 def lists(

@@ -37,6 +37,15 @@ def test_decode_lowers(tokens, dtype):
     assert_kernels(text, *DECODE)
 
 
+def test_lists_of_no_width_lower():
+    """No row is walked then, and every kernel still has an array to point at."""
+    config = FFNConfig(list_width=0, choice="sparse")
+    text = lower_for_cuda(
+        lambda *a: gated_ffn(*a, implementation="triton", config=config), *shapes(300, 768, 513)
+    )
+    assert_kernels(text, *WALK)
+
+
 def test_float32_bias_and_not_gated_lower():
     x, _, up, down = shapes(300, 768, 513, jnp.float32)
     bias = jax.ShapeDtypeStruct((513,), jnp.float32)
