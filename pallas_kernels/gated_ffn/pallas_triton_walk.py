@@ -123,7 +123,7 @@ def column_dtype(features: int) -> Any:
 
 
 def list_slots(features: int, width: int, chunk: int) -> int:
-    """Slots of one row in what `lists` returns: `width` (or 1), and spare ones in interpret mode."""
+    """Slots of a row of `lists`: its width, at least 1, and spare ones in interpret mode."""
     return max(1, width) + (_list_chunk(features, chunk) // 32 if dispatch.interpreting() else 0)
 
 
