@@ -32,6 +32,7 @@ from sparsejax.studies.flags import (
     at_least,
     check_folder,
     check_setting,
+    check_window,
     own_settings,
     smoke_results,
 )
@@ -170,10 +171,7 @@ def main(args: Args) -> int:
     """Runs what is missing and returns the exit status."""
     args = smoke(args) if args.smoke else args
     check_setting(args.setting)
-    if args.window > args.setting.layers:
-        raise ValueError(
-            f"--window must be at most --layers, {args.setting.layers}, got {args.window}"
-        )
+    check_window(args.window, args.setting)
     at_least(args, 1, "window", "multiple", "analysis_batches", "held_out_batches", "rows", "reps")
     at_least(args.recovery, 1, "recover_steps")
     at_least(args.recovery, 0, "recover_l1")

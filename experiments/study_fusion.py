@@ -36,6 +36,7 @@ from sparsejax.studies.flags import (
     at_least,
     check_folder,
     check_setting,
+    check_window,
     own_settings,
     smoke_results,
 )
@@ -202,10 +203,7 @@ def main(args: Args) -> int:
     """Runs what is missing and returns the exit status."""
     args = smoke(args) if args.smoke else args
     check_setting(args.setting)
-    if args.window > args.setting.layers:
-        raise ValueError(
-            f"--window must be at most --layers, {args.setting.layers}, got {args.window}"
-        )
+    check_window(args.window, args.setting)
     at_least(args, 1, "window", "sizes", "analysis_batches", "held_out_batches", "reps")
     at_least(args, 1, "window_lengths", "window_count")
     at_least(args.recovery, 1, "recover_steps")

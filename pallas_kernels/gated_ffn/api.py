@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,8 @@ from jax import Array
 from pallas_kernels import dispatch
 from pallas_kernels.gated_ffn import config as configs
 from pallas_kernels.gated_ffn import pallas_triton, reference
-from pallas_kernels.gated_ffn.config import FFNConfig
+from pallas_kernels.gated_ffn.config import FFNConfig, Residuals
 from pallas_kernels.gated_ffn.output import ACTIVATIONS, FFNOutput
-
-Residuals = Literal["compact", "full"]
 
 
 @dataclasses.dataclass(frozen=True)

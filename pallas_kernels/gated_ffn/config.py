@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import tuning
 
 _Choice = Literal["auto", "sparse", "hot", "dense"]
-_Residuals = Literal["compact", "full"]
+Residuals = Literal["compact", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FFNConfig:
     choice: _Choice = "auto"
     choose_tokens: int = 2048
     hot_neurons: int = 128
-    residuals: _Residuals = "compact"
+    residuals: Residuals = "compact"
     grad_hidden_unroll: int = 4
     grad_hidden_warps: int = 1
     grad_warps: int = 4
@@ -80,7 +80,7 @@ class FFNConfig:
                 raise ValueError(f"FFNConfig: {name} must be a power of two, got {value}")
 
 
-_KNOWN = {"choice": get_args(_Choice), "residuals": get_args(_Residuals)}
+_KNOWN = {"choice": get_args(_Choice), "residuals": get_args(Residuals)}
 _POWERS = ("list_chunk", "list_warps", "walk_warps", "grad_hidden_warps", "grad_warps")
 _LEAST = {
     0: ("decode_tokens", "list_width", "choose_tokens", "hot_neurons"),

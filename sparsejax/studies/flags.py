@@ -45,6 +45,12 @@ def check_setting(setting: Any) -> None:
     at_least(setting, 1, "layers", "d_model", "batch_size", "seq_len", "steps", "evaluations")
 
 
+def check_window(window: int, setting: Any) -> None:
+    """Raises ValueError if a run of `window` layers is longer than the setting's models."""
+    if window > setting.layers:
+        raise ValueError(f"--window must be at most --layers, {setting.layers}, got {window}")
+
+
 def not_empty(flags: Any, *names: str) -> None:
     """Lists that name something.
 

@@ -169,7 +169,7 @@ def run_record(setting: Setting, spec: RunSpec) -> dict[str, Any]:
     summary = json.loads(workdir.summary.read_text())
     rows = read_rows(workdir.metrics)
     evals = read_rows(workdir.root / "eval.jsonl")
-    found, whole = summary["held_out"], not summary["resumed_from"]
+    found, whole = summary["held_out"], summary.get("resumed_from") == 0
     curve = [_curve_point(row, rows, setting) for row in evals]
     best = min(curve, key=lambda point: point["held_out"])
     record = {
