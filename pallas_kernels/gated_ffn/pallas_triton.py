@@ -30,6 +30,7 @@ from pallas_kernels.gated_ffn import (
     pallas_triton_walk,
     reference,
 )
+from pallas_kernels.gated_ffn import pallas_triton_long_rows as long_rows
 from pallas_kernels.gated_ffn.config import FFNConfig
 from pallas_kernels.gated_ffn.output import FFNOutput
 from pallas_kernels.gated_ffn.pallas_triton_backward import (
@@ -127,9 +128,12 @@ def _after_gate(x, pre, bias, up, down, *, gated: bool, config: FFNConfig, train
     (tokens, width), features = x.shape, up.shape[0]
     full = training and config.residuals == "full" and gated
     plan = pallas_triton_plan.plan(pre, bias, width, config, training=training)
+    # The backward pass takes long rows by the plan's limit: more of them cost it more.
+    settled = training or config.walk_limit is not None
+    few = 0 if settled else long_rows.few_rows(x.dtype)
 
     def sparse(hot: FFNOutput | None):
-        nnz, columns, values, count, rows = pallas_triton_walk.lists(
+        nnz, columns, values, long = pallas_triton_walk.lists(
             plan.limit,
             pre,
             bias,
@@ -137,23 +141,26 @@ def _after_gate(x, pre, bias, up, down, *, gated: bool, config: FFNConfig, train
             width=config.list_width,
             chunk=config.list_chunk,
             warps=config.list_warps,
+            few=few,
         )
         y, l1, *ups = pallas_triton_walk.walk(
-            *(plan.limit, nnz, columns, values, x, up, down, None if hot is None else hot.y),
+            *(plan.limit, long.count, nnz, columns, values, x, up, down),
+            None if hot is None else hot.y,
             gated=gated,
             warps=config.walk_warps,
             save_up=training,
+            few=few,
         )
         # Long rows are the tail's in full, their hot neurons included.
         y, l1, total = pallas_triton_tail.tail(
-            *(count, rows, x, pre, bias, up, down, y, l1, nnz),
+            *(long, x, pre, bias, up, down, y, l1, nnz),
             gated=gated,
             up_tile=config.tail_up,
             down_tile=config.tail_down,
             programs=tl.device_programs(),
         )
         if hot is not None:
-            is_long = is_deferred(plan.limit, nnz)
+            is_long = is_deferred(long_rows.walk_limit(plan.limit, long.count, few), nnz)
             l1 = jnp.where(is_long, l1, l1 + hot.l1)
             total = jnp.where(is_long, total, total + hot.nnz)
         lists = (nnz, columns, values, *ups) if training else ()

@@ -5,6 +5,11 @@ number of programs shares work whose amount they read from device memory, so an 
 three launches that return at once and no value travels to the host, where a `lax.cond` would wait
 18 us for one. Rows are gathered by number on load and scattered on store.
 
+A tile of 128 x 256 waits for the whole depth of a matmul however few rows it has: 0.65 us per 64,
+so 80 us for one long row at D = 2048, F = 5632, and the first token of every sequence is such a
+row. Few rows (pallas_triton_long_rows.py) take small tiles of a wide depth, which spread over all
+programs.
+
 The product with the pre-activations, l1 and nnz have a kernel of their own between the matmuls. In
 the up matmul's epilogue they cost more than the pass over memory that it saves: that kernel took
 0.80 ms with them and 0.66 without the two sums (16,384 rows, D = 2048, F = 5632, one H200), where
@@ -16,6 +21,7 @@ engine; l1 adds unrounded h. Order of summation is fixed.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -24,15 +30,22 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _triton as tl
+from pallas_kernels.gated_ffn import pallas_triton_long_rows as long_rows
+from pallas_kernels.gated_ffn.pallas_triton_long_rows import LongRows
 from pallas_kernels.tuning import MatmulTile
 
 _ROW_PROGRAMS = 8  # programs of the elementwise kernel per multiprocessor
 _ROW_CHUNK = 2048
 
 
-def _my_share(total, body):
+def _place():
+    """(this program, programs); interpret mode reads them outside of conditions only."""
+    return pl.program_id(0), pl.num_programs(0)
+
+
+def _my_share(place, total, body):
     """Calls body(i) for this program's share of 0 .. total - 1."""
-    program, programs = pl.program_id(0), pl.num_programs(0)
+    program, programs = place
 
     def step(i, carry):
         body(program + i * programs)
@@ -41,7 +54,7 @@ def _my_share(total, body):
     lax.fori_loop(0, (total - program + programs - 1) // programs, step, 0)
 
 
-def _for_each_tile(count, rows, column_tiles, group, tile):
+def _for_each_tile(place, count, rows, column_tiles, group, tile):
     """Calls tile(row_tile, column_tile) for this program's share, `group` row tiles together."""
     row_tiles = (count + rows - 1) // rows
 
@@ -51,35 +64,61 @@ def _for_each_tile(count, rows, column_tiles, group, tile):
         within = index % (group * column_tiles)
         tile(first + within % height, within // height)
 
-    _my_share(row_tiles * column_tiles, one)
+    _my_share(place, row_tiles * column_tiles, one)
 
 
-def _up_kernel(count_ref, rows_ref, x_ref, up_ref, u_ref, *, tile, depth):
-    """u[slot] = x[rows[slot]] up^T."""
-    count = count_ref[0]
-    features, padded = up_ref.shape[0], u_ref.shape[1]
+def _few_tile(tile: MatmulTile, columns: int) -> MatmulTile:
+    # Under 64 rows, so that a dot is no warp-group one: those went wrong with masked rows.
+    return dataclasses.replace(tile, rows=32, columns=columns, depth=256, group=1)
 
-    def one(row_tile, column_tile):
-        slot = row_tile * tile.rows + lax.broadcasted_iota(jnp.int32, (tile.rows,), 0)
-        live = slot < count
-        rows = tl.load(rows_ref.at[slot], mask=live, other=0)
-        column = column_tile * tile.columns + lax.broadcasted_iota(jnp.int32, (tile.columns,), 0)
-        neuron = jnp.minimum(column, features - 1) if features % tile.columns else column
 
-        def step(k, acc):
-            a, b = (
-                ref[index, pl.ds(k * depth, depth)]
-                for ref, index in ((x_ref, rows), (up_ref, neuron))
-            )
-            return acc + tl.dot(a, b, trans_b=True)
+def _by_number_of_rows(count, few, tile, few_columns, run):
+    """Calls run(tile), with small tiles where there are few rows."""
+    if not few:
+        return run(tile)
 
-        zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-        u = lax.fori_loop(0, x_ref.shape[1] // depth, step, zeros)
-        mask = live[:, None] & (column < padded)[None, :]
-        here = u_ref.at[slot[:, None], column[None, :]]
-        tl.store(here, u.astype(u_ref.dtype), mask=mask)
+    @pl.when(count > few)
+    def _many():
+        run(tile)
 
-    _for_each_tile(count, tile.rows, pl.cdiv(padded, tile.columns), tile.group, one)
+    @pl.when(count <= few)
+    def _few():
+        run(_few_tile(tile, few_columns))
+
+
+def _up_kernel(count_ref, rows_ref, short_ref, x_ref, up_ref, u_ref, *, tile, few):
+    """u[slot] = x[row of slot] up^T."""
+    place, counts = _place(), (count_ref[0], count_ref[1])
+    count = long_rows.number(counts, few)
+    features, padded, width = up_ref.shape[0], u_ref.shape[1], x_ref.shape[1]
+
+    def run(tile):
+        depth = min(tile.depth, width & -width)
+
+        def one(row_tile, column_tile):
+            slot = row_tile * tile.rows + lax.broadcasted_iota(jnp.int32, (tile.rows,), 0)
+            live = slot < count
+            rows = long_rows.row_at(counts, rows_ref, short_ref, slot, live, 0)
+            lane = lax.broadcasted_iota(jnp.int32, (tile.columns,), 0)
+            column = column_tile * tile.columns + lane
+            neuron = jnp.minimum(column, features - 1) if features % tile.columns else column
+
+            def step(k, acc):
+                a, b = (
+                    ref[index, pl.ds(k * depth, depth)]
+                    for ref, index in ((x_ref, rows), (up_ref, neuron))
+                )
+                return acc + tl.dot(a, b, trans_b=True)
+
+            zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+            u = lax.fori_loop(0, width // depth, step, zeros)
+            mask = live[:, None] & (column < padded)[None, :]
+            here = u_ref.at[slot[:, None], column[None, :]]
+            tl.store(here, u.astype(u_ref.dtype), mask=mask)
+
+        _for_each_tile(place, count, tile.rows, pl.cdiv(padded, tile.columns), tile.group, one)
+
+    _by_number_of_rows(count, few, tile, 64, run)
 
 
 def _biased(pre_ref, bias_ref, row, column, mask):
@@ -89,15 +128,16 @@ def _biased(pre_ref, bias_ref, row, column, mask):
     return tl.add_bias(pre, bias).astype(jnp.float32)
 
 
-def _hidden_kernel(count_ref, rows_ref, pre_ref, *refs, gated, biased):
-    """h[slot] = relu(pre[rows[slot]] + bias) * u[slot] in u's place; l1 and nnz of the row."""
+def _hidden_kernel(count_ref, rows_ref, short_ref, pre_ref, *refs, gated, biased, few):
+    """h[slot] = relu(pre[row of slot] + bias) * u[slot] in u's place; l1 and nnz of the row."""
+    place, counts = _place(), (count_ref[0], count_ref[1])
     bias_ref = refs[0] if biased else None
     l1_ref, nnz_ref, h_ref = refs[-3:]
     features, padded = pre_ref.shape[1], h_ref.shape[1]
     chunk = min(_ROW_CHUNK, max(32, pl.next_power_of_2(padded)))
 
     def one(slot):
-        row = rows_ref[slot]
+        row = long_rows.row_at(counts, rows_ref, short_ref, slot, slot >= 0, 0)
 
         def step(k, carry):
             l1, nnz = carry
@@ -116,37 +156,44 @@ def _hidden_kernel(count_ref, rows_ref, pre_ref, *refs, gated, biased):
         start = (jnp.float32(0), jnp.int32(0))
         l1_ref[row], nnz_ref[row] = lax.fori_loop(0, pl.cdiv(padded, chunk), step, start)
 
-    _my_share(count_ref[0], one)
+    _my_share(place, long_rows.number(counts, few), one)
 
 
-def _down_kernel(count_ref, rows_ref, h_ref, down_ref, _y, y_ref, *, tile, columns, depth):
-    """y[rows[slot]] = h[slot] down."""
-    count = count_ref[0]
+def _down_kernel(count_ref, rows_ref, short_ref, h_ref, down_ref, _y, y_ref, *, tile, few):
+    """y[row of slot] = h[slot] down."""
+    place, counts = _place(), (count_ref[0], count_ref[1])
+    count = long_rows.number(counts, few)
     tokens = y_ref.shape[0]
     features, width = down_ref.shape
     padded = h_ref.shape[1]
 
-    def one(row_tile, column_tile):
-        slot = row_tile * tile.rows + lax.broadcasted_iota(jnp.int32, (tile.rows,), 0)
-        live = slot < count
-        safe = jnp.where(live, slot, 0)
-        # Lanes past the end get an index of their own, out of bounds, never a live row's.
-        rows = tl.load(rows_ref.at[slot], mask=live, other=tokens)
+    def run(tile):
+        columns = min(tile.columns, width & -width)
+        depth = min(tile.depth, padded & -padded)
 
-        def step(k, acc):
-            neuron = k * depth + lax.broadcasted_iota(jnp.int32, (depth,), 0)
-            if padded != features:  # h is zero there
-                neuron = jnp.minimum(neuron, features - 1)
-            a = h_ref[safe, pl.ds(k * depth, depth)]
-            return acc + tl.dot(a, down_ref[neuron, pl.ds(column_tile * columns, columns)])
+        def one(row_tile, column_tile):
+            slot = row_tile * tile.rows + lax.broadcasted_iota(jnp.int32, (tile.rows,), 0)
+            live = slot < count
+            safe = jnp.where(live, slot, 0)
+            # Lanes past the end get an index of their own, out of bounds, never a live row's.
+            rows = long_rows.row_at(counts, rows_ref, short_ref, slot, live, tokens)
 
-        zeros = jnp.zeros((tile.rows, columns), jnp.float32)
-        y = lax.fori_loop(0, padded // depth, step, zeros)
-        column = column_tile * columns + lax.broadcasted_iota(jnp.int32, (columns,), 0)
-        here = y_ref.at[rows[:, None], column[None, :]]
-        tl.store(here, y.astype(y_ref.dtype), mask=live[:, None])
+            def step(k, acc):
+                neuron = k * depth + lax.broadcasted_iota(jnp.int32, (depth,), 0)
+                if padded != features:  # h is zero there
+                    neuron = jnp.minimum(neuron, features - 1)
+                a = h_ref[safe, pl.ds(k * depth, depth)]
+                return acc + tl.dot(a, down_ref[neuron, pl.ds(column_tile * columns, columns)])
 
-    _for_each_tile(count, tile.rows, width // columns, tile.group, one)
+            zeros = jnp.zeros((tile.rows, columns), jnp.float32)
+            y = lax.fori_loop(0, padded // depth, step, zeros)
+            column = column_tile * columns + lax.broadcasted_iota(jnp.int32, (columns,), 0)
+            here = y_ref.at[rows[:, None], column[None, :]]
+            tl.store(here, y.astype(y_ref.dtype), mask=live[:, None])
+
+        _for_each_tile(place, count, tile.rows, width // columns, tile.group, one)
+
+    _by_number_of_rows(count, few, tile, 32, run)
 
 
 def _product_kernel(pre_ref, *refs, gated, biased):
@@ -194,8 +241,7 @@ def product(pre: Array, bias: Array | None, up_out: Array | None) -> list[Array]
 
 
 def tail(
-    count: Array,
-    rows: Array,
+    long: LongRows,
     x: Array,
     pre: Array,
     bias: Array | None,
@@ -210,25 +256,24 @@ def tail(
     down_tile: MatmulTile,
     programs: int,
 ) -> list[Array]:
-    """Writes y, l1 and nnz of rows[:count] into the given arrays (in place); the rest is kept."""
-    tokens, width = x.shape
+    """Writes y, l1 and nnz of the long rows into the given arrays (in place); the rest is kept."""
+    tokens, few = x.shape[0], long_rows.few_rows(x.dtype)
     padded = pl.cdiv(pre.shape[1], down_tile.depth) * down_tile.depth
     hidden = jax.ShapeDtypeStruct((tokens, padded), x.dtype)
     products = []
     if gated:
-        depth = min(up_tile.depth, width & -width)
         products = tl.pallas_call(
-            functools.partial(_up_kernel, tile=up_tile, depth=depth),
+            functools.partial(_up_kernel, tile=up_tile, few=few),
             name="gated_ffn_tail_up",
             grid=(programs,),
             out_shape=[hidden],
             num_warps=up_tile.warps,
             num_stages=up_tile.stages,
-        )(count, rows, x, up)
-    inputs = [count, rows, pre, *([] if bias is None else [bias])]
+        )(*long, x, up)
+    inputs = [*long, pre, *([] if bias is None else [bias])]
     first = len(inputs)
     l1, nnz, h = tl.pallas_call(
-        functools.partial(_hidden_kernel, gated=gated, biased=bias is not None),
+        functools.partial(_hidden_kernel, gated=gated, biased=bias is not None, few=few),
         name="gated_ffn_tail_hidden",
         grid=(programs * _ROW_PROGRAMS,),
         out_shape=[*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (l1, nnz)), hidden],
@@ -236,14 +281,13 @@ def tail(
         num_stages=1,
         aliases={first + k: k for k in range(3 if gated else 2)},
     )(*inputs, l1, nnz, *products)
-    columns = min(down_tile.columns, width & -width)
     [y] = tl.pallas_call(
-        functools.partial(_down_kernel, tile=down_tile, columns=columns, depth=down_tile.depth),
+        functools.partial(_down_kernel, tile=down_tile, few=few),
         name="gated_ffn_tail_down",
         grid=(programs,),
         out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype)],
         num_warps=down_tile.warps,
         num_stages=down_tile.stages,
-        aliases={4: 0},
-    )(count, rows, h, down, y)
+        aliases={5: 0},
+    )(*long, h, down, y)
     return [y, l1, nnz]

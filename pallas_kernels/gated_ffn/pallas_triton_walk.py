@@ -28,6 +28,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import _triton as tl
 from pallas_kernels import dispatch
+from pallas_kernels.gated_ffn import pallas_triton_long_rows as long_rows
+from pallas_kernels.gated_ffn.pallas_triton_long_rows import LongRows
 
 
 def _column_parts(features: int, chunk: int) -> list[tuple[int, int, bool]]:
@@ -89,11 +91,11 @@ def _list_active(
     return total
 
 
-def _lists_kernel(*refs, parts, width, biased, split_hot):
+def _lists_kernel(*refs, parts, width, biased, split_hot, few):
     limit_ref, pre_ref = refs[:2]
     bias_ref = refs[3] if biased else None
     hot_ref = refs[3 + biased] if split_hot else None
-    nnz_ref, column_ref, value_ref, count_ref, rows_ref = refs[-5:]
+    nnz_ref, column_ref, value_ref, count_ref, rows_ref, short_ref = refs[-6:]
     token = pl.program_id(0)
     limit = limit_ref[0]
 
@@ -104,8 +106,16 @@ def _lists_kernel(*refs, parts, width, biased, split_hot):
 
         @pl.when(nnz > limit)
         def _defer():
-            # The order of deferred rows varies from run to run; each row's result does not.
             rows_ref[tl.next_slot(count_ref, token - token)] = token
+
+        @pl.when(jnp.logical_and(nnz > long_rows.SHORT, nnz <= limit))
+        def _maybe_defer():
+            if few:
+                slot = tl.next_slot(count_ref, token - token + 1)
+
+                @pl.when(slot < few)
+                def _fits():
+                    short_ref[slot] = token
 
     @pl.when(limit < 0)
     def _all_rows():
@@ -136,7 +146,8 @@ def lists(
     width: int,
     chunk: int,
     warps: int,
-) -> list[Array]:
+    few: int = 0,
+) -> tuple[Array, Array, Array, LongRows]:
     """Active columns per row, and the rows that are too long to walk.
 
     Args:
@@ -149,21 +160,23 @@ def lists(
       width: columns kept per row.
       chunk: columns per step.
       warps: warps per program.
+      few: rows beyond `long_rows.SHORT` alone are kept apart up to this number; 0 for none.
 
     Returns:
-      nnz (M,), columns (M, `list_slots`) in `column_dtype`, values likewise in pre's dtype, count
-      (1,) of deferred rows and their numbers (M,); unspecified beyond what they count.
+      nnz (M,), columns (M, `list_slots`) in `column_dtype`, values likewise in pre's dtype; the
+      long rows. Unspecified beyond what they count.
     """
     tokens, features = pre.shape
     slots = list_slots(features, width, chunk)
     chunk = _list_chunk(features, chunk)
-    return tl.pallas_call(
+    nnz, columns, values, *long = tl.pallas_call(
         functools.partial(
             _lists_kernel,
             parts=_column_parts(features, chunk),
             width=width,
             biased=bias is not None,
             split_hot=hot_words is not None,
+            few=few,
         ),
         name="gated_ffn_lists",
         grid=(tokens,),
@@ -171,19 +184,21 @@ def lists(
             jax.ShapeDtypeStruct((tokens,), jnp.int32),
             jax.ShapeDtypeStruct((tokens, slots), column_dtype(features)),
             jax.ShapeDtypeStruct((tokens, slots), pre.dtype),
-            jax.ShapeDtypeStruct((1,), jnp.int32),
+            jax.ShapeDtypeStruct((2,), jnp.int32),
             jax.ShapeDtypeStruct((tokens,), jnp.int32),
+            jax.ShapeDtypeStruct((max(1, few),), jnp.int32),
         ],
         num_warps=warps,
         num_stages=1,
         aliases={2: 3},
-    )(limit, pre, jnp.zeros((1,), jnp.int32), *(a for a in (bias, hot_words) if a is not None))
+    )(limit, pre, jnp.zeros((2,), jnp.int32), *(a for a in (bias, hot_words) if a is not None))
+    return nnz, columns, values, LongRows(*long)
 
 
-def _walk_kernel(*refs, gated, based):
-    limit_ref, nnz_ref, column_ref, value_ref, x_ref, up_ref, down_ref = refs[:7]
-    base_ref = refs[7] if based else None
-    y_ref, l1_ref, *saved = refs[8 if based else 7 :]
+def _walk_kernel(*refs, gated, based, few):
+    limit_ref, count_ref, nnz_ref, column_ref, value_ref, x_ref, up_ref, down_ref = refs[:8]
+    base_ref = refs[8] if based else None
+    y_ref, l1_ref, *saved = refs[9 if based else 8 :]
     token = pl.program_id(0)
     parts = tl.split_width(x_ref.shape[1])
 
@@ -192,7 +207,8 @@ def _walk_kernel(*refs, gated, based):
 
     # Everything that waits for nothing else is asked for at once.
     x = row(x_ref, token, eviction_policy="evict_first") if gated else []
-    limit, nnz = limit_ref[0], nnz_ref[token]
+    limit = long_rows.walk_limit(limit_ref[0], (count_ref[0], count_ref[1]), few)
+    nnz = nnz_ref[token]
     first, first_value = column_ref[token, 0].astype(jnp.int32), value_ref[token, 0]
 
     @pl.when(jnp.logical_and(limit >= 0, nnz <= limit))
@@ -228,6 +244,7 @@ def _walk_kernel(*refs, gated, based):
 
 def walk(
     limit: Array,
+    count: Array,
     nnz: Array,
     columns: Array,
     values: Array,
@@ -239,15 +256,17 @@ def walk(
     gated: bool,
     warps: int,
     save_up: bool = False,
+    few: int = 0,
 ) -> list[Array]:
     """y (M, D) and l1 (M,) of the rows that are not deferred; the others stay unwritten.
 
+    `limit` is the plan's, `count` that of `lists`' long rows, `few` what `lists` was given.
     `base` (M, D) is added to y before it rounds. With `save_up` also x . up row of every entry,
     shaped like `columns`, in x's dtype.
     """
     saved = [jax.ShapeDtypeStruct(columns.shape, x.dtype)] if save_up and gated else []
     return tl.pallas_call(
-        functools.partial(_walk_kernel, gated=gated, based=base is not None),
+        functools.partial(_walk_kernel, gated=gated, based=base is not None, few=few),
         name="gated_ffn_walk",
         grid=(x.shape[0],),
         out_shape=[
@@ -257,4 +276,4 @@ def walk(
         ],
         num_warps=warps,
         num_stages=1,
-    )(limit, nnz, columns, values, x, up, down, *([] if base is None else [base]))
+    )(limit, count, nnz, columns, values, x, up, down, *([] if base is None else [base]))
