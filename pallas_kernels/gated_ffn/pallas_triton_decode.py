@@ -190,8 +190,8 @@ def _down_kernel(
 ):  # fmt: skip
     count, blocks = h_ref.shape[0], used_ref.shape[1]
     column_block, part, token_group = (pl.program_id(axis) for axis in range(3))
-    column_blocks, parts = pl.num_programs(0) - 1, pl.num_programs(1)
-    each = pl.cdiv(blocks, y_ref.shape[0])
+    column_blocks, parts = pl.num_programs(0) - 1, y_ref.shape[0]
+    each = pl.cdiv(blocks, parts)
     mine = (token_group * parts + part) * column_blocks + column_block
     token = token_group * token_block + lax.broadcasted_iota(jnp.int32, (token_block,), 0)
     live = token < count
@@ -235,15 +235,21 @@ def _down_kernel(
         where = y_ref.at[part, token[:, None], column[None, :]]
         tl.store(where, y.astype(y_ref.dtype), mask=live[:, None])
 
-    @pl.when((column_block == column_blocks) & (part == 0))
+    # Each part adds up some of the tokens: one program alone would finish last.
+    share = token_block // parts
+    mine_from = token_group * token_block + part * share
+
+    @pl.when(column_block == column_blocks)
     def _totals():
         lane = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(blocks),), 0)
-        mask = (lane < blocks)[:, None] & live[None, :]
+        token = mine_from + lax.broadcasted_iota(jnp.int32, (share,), 0)
+        # Columns past the tokens hold anything and are not stored: a mask would split the loads.
+        mask = lax.broadcasted_iota(jnp.int32, (lane.shape[0], share), 0) < blocks
         at = (lane[:, None], token[None, :])
         l1 = tl.load(l1_part_ref.at[at], mask=mask, other=0.0)
         nnz = tl.load(nnz_part_ref.at[at], mask=mask, other=0)
-        tl.store(l1_ref.at[token], jnp.sum(l1, axis=0), mask=live)
-        tl.store(nnz_ref.at[token], jnp.sum(nnz, axis=0), mask=live)
+        tl.store(l1_ref.at[token], jnp.sum(l1, axis=0), mask=token < count)
+        tl.store(nnz_ref.at[token], jnp.sum(nnz, axis=0), mask=token < count)
 
 
 def decode(
@@ -284,8 +290,8 @@ def decode(
         grid=grid,
         out_shape=[
             jax.ShapeDtypeStruct((tokens, features), x.dtype),
-            jax.ShapeDtypeStruct((blocks, tokens), jnp.float32),
-            jax.ShapeDtypeStruct((blocks, tokens), jnp.int32),
+            jax.ShapeDtypeStruct((blocks, token_groups * token_block), jnp.float32),
+            jax.ShapeDtypeStruct((blocks, token_groups * token_block), jnp.int32),
             jax.ShapeDtypeStruct((token_groups, blocks), jnp.int32),
         ],
         num_warps=launch.warps,
