@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import json
 import subprocess
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,8 @@ from typing import Any, Literal
 import jax
 import tyro
 
-from pallas_kernels import UnsupportedError, interpret
+from pallas_kernels import UnsupportedError, interpret, tuning
+from pallas_kernels.gated_ffn import config as configs
 from sparsejax import ffn_tuning as lib
 from sparsejax.studies.flags import at_least, check_file, check_gpu
 
@@ -111,6 +113,50 @@ def line(trial: lib.Trial, nnz: Sequence[float]) -> str:
     return f"{trial.field:20} {trial.value:6}{times}{told}"
 
 
+def entry(case: lib.Case, trials: Sequence[lib.Trial], about: str) -> str:
+    """Source of an entry of `pallas_kernels.gated_ffn.config.MEASURED`.
+
+    Args:
+      case: the layer.
+      trials: all values of the fields that were swept.
+      about: device, versions and what was timed, for the comment above the entry.
+
+    Returns:
+      Lines as they stand in the table: what was swept, each field with the times that it was chosen
+      from, and what the table held for the layer before.
+    """
+
+    def comment(text: str, indent: int) -> list[str]:
+        lead = " " * indent + "# "
+        return textwrap.wrap(text, 100, initial_indent=lead, subsequent_indent=lead)
+
+    size = (case.tokens, case.d_model, case.d_ff)
+    key = tuning.bucket(tuning.device_kind(), case.dtype, *size)
+    names = ", ".join(f'"{part}"' if isinstance(part, str) else str(part) for part in key)
+    lines = [*comment(about, 4), f"    tuning.Bucket({names}): {{"]
+    fields = list(dict.fromkeys(trial.field for trial in trials))
+    for field in fields:
+        own = [trial for trial in trials if trial.field == field]
+        ran = [trial for trial in own if trial.times]
+        parts = [
+            " / ".join(f"{trial.ms(nnz):.4g}" for trial in ran) + f" at {nnz:g}" for nnz in case.nnz
+        ]
+        told = " / ".join(str(trial.value) for trial in ran) + ": " + ", ".join(parts) + "."
+        if len(ran) < len(own):
+            told += f" {', '.join(str(t.value) for t in own if not t.times)}: does not run."
+        lines += comment(told, 8)
+        lines += [f'        "{field}": {trial.value},' for trial in own if trial.chosen]
+    before = {
+        field: value
+        for field, value in tuning.measured(configs.MEASURED, key).items()
+        if field not in fields
+    }
+    if before:
+        lines += comment("Not swept, as measured before.", 8)
+        lines += [f'        "{field}": {value!r},' for field, value in before.items()]
+    return "\n".join([*lines, "    },"])
+
+
 def tune(flags: Flags, case: lib.Case, fields: lib.Candidates, about: dict[str, Any]) -> str:
     """Sweeps the fields, prints a table, and returns the entry of `MEASURED`."""
     began = time.monotonic()
@@ -149,7 +195,7 @@ def tune(flags: Flags, case: lib.Case, fields: lib.Candidates, about: dict[str, 
     print(f"largest relative error against the default settings: {tuner.check():.2g}", flush=True)
     what = "gradient call" if flags.mode == "train" else "stages after the gate"
     what = "ms per decoded layer" if case.decodes else f"ms of the {what}"
-    return lib.entry(
+    return entry(
         case,
         trials,
         f"{what}, {about['device']}, jax {about['jax']}, {about['git']}, {case.dtype}, "

@@ -11,14 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import FFNConfig, gated_ffn, tuning
+from pallas_kernels import FFNConfig, gated_ffn
 from pallas_kernels.gated_ffn import config as configs
 from pallas_kernels.gated_ffn import pallas_triton, pallas_triton_decode
 from pallas_kernels.gated_ffn.api import engine
@@ -320,47 +319,3 @@ class _Attempt:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-
-
-def entry(case: Case, trials: Sequence[Trial], about: str) -> str:
-    """Source of an entry of `pallas_kernels.gated_ffn.config.MEASURED`.
-
-    Args:
-      case: the layer.
-      trials: all values of the fields that were swept.
-      about: device, versions and what was timed, for the comment above the entry.
-
-    Returns:
-      Lines as they stand in the table: what was swept, each field with the times that it was chosen
-      from, and what the table held for the layer before.
-    """
-
-    def comment(text: str, indent: int) -> list[str]:
-        lead = " " * indent + "# "
-        return textwrap.wrap(text, 100, initial_indent=lead, subsequent_indent=lead)
-
-    size = (case.tokens, case.d_model, case.d_ff)
-    key = tuning.bucket(tuning.device_kind(), case.dtype, *size)
-    names = ", ".join(f'"{part}"' if isinstance(part, str) else str(part) for part in key)
-    lines = [*comment(about, 4), f"    tuning.Bucket({names}): {{"]
-    fields = list(dict.fromkeys(trial.field for trial in trials))
-    for field in fields:
-        own = [trial for trial in trials if trial.field == field]
-        ran = [trial for trial in own if trial.times]
-        parts = [
-            " / ".join(f"{trial.ms(nnz):.4g}" for trial in ran) + f" at {nnz:g}" for nnz in case.nnz
-        ]
-        told = " / ".join(str(trial.value) for trial in ran) + ": " + ", ".join(parts) + "."
-        if len(ran) < len(own):
-            told += f" {', '.join(str(t.value) for t in own if not t.times)}: does not run."
-        lines += comment(told, 8)
-        lines += [f'        "{field}": {trial.value},' for trial in own if trial.chosen]
-    before = {
-        field: value
-        for field, value in tuning.measured(configs.MEASURED, key).items()
-        if field not in fields
-    }
-    if before:
-        lines += comment("Not swept, as measured before.", 8)
-        lines += [f'        "{field}": {value!r},' for field, value in before.items()]
-    return "\n".join([*lines, "    },"])

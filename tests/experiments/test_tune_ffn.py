@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from pallas_kernels import FFNConfig, tuning
+from pallas_kernels.gated_ffn import config as configs
 from tests.scripts import EXPERIMENTS, script_fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -68,6 +69,26 @@ def test_rows_and_entry(script, tmp_path, capsys, flags, tried):
         if field != last["field"]:
             assert last["began_with"][field] == chosen[field]
     assert first["began_with"][last["field"]] == last["began_with"][last["field"]]
+
+
+def test_an_entry_keeps_what_was_measured_before(script, monkeypatch):
+    monkeypatch.setattr(tuning, "device_kind", lambda: "NVIDIA H200")
+    key = tuning.Bucket("NVIDIA H200", "bfloat16", 16384, 1024, 2048)
+    other = key._replace(width=2048)
+    table = {key: {"walk_warps": 2, "hot_neurons": 64}, other: {"grad_rows": 256}}
+    monkeypatch.setattr(configs, "MEASURED", table)
+    trials = [
+        script.lib.Trial("walk_warps", 1, {15.0: [0.1, 0.3, 0.4], 30.0: [0.5, 0.6, 0.7]}),
+        script.lib.Trial("walk_warps", 2, {}, error="too much shared memory"),
+        script.lib.Trial("walk_warps", 4, {15.0: [0.2], 30.0: [0.31234567]}, chosen=True),
+    ]
+    case = script.lib.Case("forward", 16384, 1024, 2816, "bfloat16", (15.0, 30.0))
+    text = script.entry(case, trials, "ms, " + "a long word " * 12)
+    assert "# 1 / 4: 0.3 / 0.2 at 15, 0.6 / 0.3123 at 30. 2: does not run." in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert eval(f"{{\n{text}\n}}", {"tuning": tuning}) == {
+        key: {"walk_warps": 4, "hot_neurons": 64}
+    }
 
 
 def test_no_further_field_after_the_time_limit(script, tmp_path, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """The rule that picks a value, values that do not run, and results that must not change."""
 
+import dataclasses
 import re
 
 import jax
@@ -7,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from pallas_kernels import FFNConfig, tuning
-from pallas_kernels.gated_ffn import config as configs
+from pallas_kernels import FFNConfig
+from pallas_kernels.testing import assert_kernels, lower_for_cuda
 from sparsejax import ffn_benchmark as bench
 from sparsejax import ffn_tuning
 
@@ -69,7 +70,7 @@ def test_values_that_do_not_run_are_passed_over(tuner, monkeypatch):
     assert "Error" in trials[8].error and not trials[8].times and not trials[4].times
     assert [v for v, trial in trials.items() if trial.chosen] == [2]
     assert trials[2].error is None and trials[2].ms(8.0) == 0.75
-    assert tuner.config == FFNConfig(**{**vars(start), "list_warps": 2})
+    assert tuner.config == dataclasses.replace(start, list_warps=2)
     assert tuner.compiled == 3  # 4 never came so far
     # The program of the current value is there already.
     assert [t.value for t in tuner.sweep("list_chunk", (1024, 512))] == [512, 1024]
@@ -111,6 +112,28 @@ def test_fields_of_each_mode_are_swept_over_values_that_can_be_set():
         assert set(case("train").known_fields()) == {*ffn_tuning.FORWARD, *ffn_tuning.BACKWARD}
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("one", [case(), case(tokens=8), case("train", d_model=2048, d_ff=5632)])
+def test_the_least_and_largest_values_lower_for_cuda(one):
+    with pallas_kernels.interpret():
+        fields = one.known_fields()
+    x, weight = (
+        jax.ShapeDtypeStruct((rows, one.d_model), jnp.bfloat16) for rows in (one.tokens, one.d_ff)
+    )
+    arrays = [x, weight, weight, weight]
+    if one.mode == "train":
+        arrays += [x, jax.ShapeDtypeStruct((one.tokens,), jnp.float32)]
+        kernel = "gated_ffn_grad_weights"
+    elif one.decodes:
+        arrays, kernel = [tuple(arrays)], "gated_ffn_decode_hidden"
+    else:
+        arrays[1], kernel = jax.ShapeDtypeStruct((one.tokens, one.d_ff), x.dtype), "gated_ffn_walk"
+    for end in (0, -1):
+        values = {name: values[end] for name, values in fields.items()}
+        config = dataclasses.replace(one.start, **values)
+        assert_kernels(lower_for_cuda(one.form(config), *arrays), kernel)
+
+
 @pytest.mark.parametrize(
     ("one", "message"),
     [
@@ -135,22 +158,3 @@ def test_only_what_the_engine_runs():
 def test_arguments_have_the_activity_asked_for():
     for nnz, (_, pre, *_) in case(tokens=512, d_model=64).arguments().items():
         assert float(jnp.mean(jnp.sum(pre > 0, axis=1))) == pytest.approx(nnz, rel=0.15)
-
-
-def test_an_entry_keeps_what_was_measured_before(monkeypatch):
-    monkeypatch.setattr(tuning, "device_kind", lambda: "NVIDIA H200")
-    key = tuning.Bucket("NVIDIA H200", "bfloat16", 16384, 1024, 2048)
-    other = key._replace(width=2048)
-    table = {key: {"walk_warps": 2, "hot_neurons": 64}, other: {"grad_rows": 256}}
-    monkeypatch.setattr(configs, "MEASURED", table)
-    trials = [
-        ffn_tuning.Trial("walk_warps", 1, {15.0: [0.1, 0.3, 0.4], 30.0: [0.5, 0.6, 0.7]}),
-        ffn_tuning.Trial("walk_warps", 2, {}, error="too much shared memory"),
-        ffn_tuning.Trial("walk_warps", 4, {15.0: [0.2], 30.0: [0.31234567]}, chosen=True),
-    ]
-    text = ffn_tuning.entry(case(), trials, "ms, " + "a long word " * 12)
-    assert "# 1 / 4: 0.3 / 0.2 at 15, 0.6 / 0.3123 at 30. 2: does not run." in text
-    assert all(len(line) <= 100 for line in text.splitlines())
-    assert eval(f"{{\n{text}\n}}", {"tuning": tuning}) == {
-        key: {"walk_warps": 4, "hot_neurons": 64}
-    }
