@@ -100,31 +100,33 @@ def forward_forms(implementation: str) -> dict[str, Callable[..., Any]]:
     return {"engine": engine, **DENSE}
 
 
+def train_form(implementation: str, **options: Any) -> Callable[..., Any]:
+    """(x, gate, up, down, dy, dl1) -> (y, l1) of `gated_ffn` and their gradients for all four."""
+
+    def op(x, gate, up, down):
+        out = gated_ffn(x, gate, up, down, implementation=implementation, **options)
+        return out.y, out.l1
+
+    return _with_gradients(op, with_l1=True)
+
+
 def train_forms(implementation: str) -> dict[str, Callable[..., Any]]:
     """name -> function of (x, gate, up, down, dy, dl1): results and gradients of all four.
 
     `engine_full` keeps both projections for the backward pass.
     """
-
-    def op(implementation, **options):
-        def run(x, gate, up, down):
-            out = gated_ffn(x, gate, up, down, implementation=implementation, **options)
-            return out.y, out.l1
-
-        return run
-
-    def gradients(function, with_l1):
-        def run(x, gate, up, down, dy, dl1):
-            out, back = jax.vjp(function, x, gate, up, down)
-            return out, back((dy, dl1) if with_l1 else dy)
-
-        return run
-
-    forms = {"engine": op(implementation), "dense_op": op("xla")}
+    forms = {"engine": train_form(implementation), "dense_op": train_form("xla")}
     if implementation == "triton":
-        forms["engine_full"] = op("triton", residuals="full")
-    named = {name: gradients(form, True) for name, form in forms.items()}
-    return named | {name: gradients(form, False) for name, form in DENSE.items()}
+        forms["engine_full"] = train_form("triton", residuals="full")
+    return forms | {name: _with_gradients(form, with_l1=False) for name, form in DENSE.items()}
+
+
+def _with_gradients(function: Callable[..., Any], *, with_l1: bool) -> Callable[..., Any]:
+    def run(x, gate, up, down, dy, dl1):
+        out, back = jax.vjp(function, x, gate, up, down)
+        return out, back((dy, dl1) if with_l1 else dy)
+
+    return run
 
 
 def after_gate_form(tokens: int, width: int, features: int, dtype: Any) -> Callable[..., Any]:

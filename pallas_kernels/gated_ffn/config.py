@@ -37,6 +37,7 @@ class FFNConfig:
       grad_hidden_unroll, grad_hidden_warps: entries per step and warps of the hidden gradients.
       grad_unroll, grad_warps: entries per step and warps of dx.
       grad_segment, grad_unroll_weights: entries per program and per step of the weight gradients.
+      grad_columns, grad_weights_warps: columns of D (a power of two) and warps of such a program.
       grad_rows: long rows per step of the dense backward.
     """
 
@@ -60,6 +61,8 @@ class FFNConfig:
     grad_unroll: int = 2
     grad_segment: int = 512
     grad_unroll_weights: int = 4
+    grad_columns: int = 256
+    grad_weights_warps: int = 1
     grad_rows: int = 512
 
     def __post_init__(self):
@@ -81,7 +84,10 @@ class FFNConfig:
 
 
 _KNOWN = {"choice": get_args(_Choice), "residuals": get_args(Residuals)}
-_POWERS = ("list_chunk", "list_warps", "walk_warps", "grad_hidden_warps", "grad_warps")
+_POWERS = (
+    *("list_chunk", "list_warps", "walk_warps", "grad_hidden_warps", "grad_warps"),
+    *("grad_columns", "grad_weights_warps"),
+)
 _LEAST = {
     0: ("decode_tokens", "list_width", "choose_tokens", "hot_neurons"),
     1: (

@@ -128,6 +128,12 @@ def _long_rows(saved: Residuals, dy: Array, dl1: Array, is_long: Array, dx: Arra
     return lax.fori_loop(0, (count + block - 1) // block, step, (dx, zeros))
 
 
+def entries_per_token(features: int, config: FFNConfig) -> int:
+    """Entries that the lists by neuron have room for, per token; with more, backward is dense."""
+    # Beyond about F / 64 entries per token the dense way is the faster one.
+    return min(config.list_width, max(32, features // 56))
+
+
 def is_deferred(limit: Array, nnz: Array) -> Array:
     """True (M,) for rows that were not walked. With a negative limit nnz was never written."""
     return (limit < 0) | (nnz > limit)
@@ -221,6 +227,8 @@ def _sparse(
         bases,
         segment=config.grad_segment,
         unroll=config.grad_unroll_weights,
+        columns=config.grad_columns,
+        warps=config.grad_weights_warps,
     )
     ddown, dgate, dup = grads if gate is not None else (grads[0], None, grads[1])
     dbias: Any = None
@@ -251,9 +259,7 @@ def backward(saved: Residuals, dy: Array, dl1: Array, config: FFNConfig):
     if lists is None:
         return _dense(saved, dy, dl1)
     tokens, features = saved.x.shape[0], saved.up.shape[0]
-    # Beyond about F / 64 entries per token the dense way is the faster one.
-    per_token = min(config.list_width, max(32, features // 56))
-    capacity = tokens * per_token
+    capacity = tokens * entries_per_token(features, config)
     walked = jnp.logical_not(is_deferred(lists.limit, lists.nnz))
     # Counted in float32: tokens times F may not fit an int32; 1 in 2^24 does not matter here.
     count = jnp.sum(jnp.where(walked, lists.nnz, 0).astype(jnp.float32))

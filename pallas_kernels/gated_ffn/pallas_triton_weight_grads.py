@@ -1,4 +1,4 @@
-"""Weight gradients from lists by neuron: one warp per (segment of a neuron, slice of D).
+"""Weight gradients from lists by neuron: one program per (segment of a neuron, slice of D).
 
     dgate[n] = sum over n's tokens t of dpre x[t],  dup[n] = sum of dup x[t],
     ddown[n] = sum of h dy[t]
@@ -26,14 +26,13 @@ from pallas_kernels import _triton as tl
 from pallas_kernels.gated_ffn.pallas_triton_neurons import NeuronLists
 from pallas_kernels.gated_ffn.pallas_triton_row_grads import Entries
 
-_COLUMNS = 256  # of D per program: 32 lanes of 8
 _REDUCERS = 512
 
 
-def _slice(width: int) -> tuple[Array, dict[str, Any]]:
+def _slice(width: int, columns: int) -> tuple[Array, dict[str, Any]]:
     """This program's columns of D, and the mask where D does not fill them."""
-    column = pl.program_id(1) * _COLUMNS + lax.broadcasted_iota(jnp.int32, (_COLUMNS,), 0)
-    return column, {"mask": column < width} if width % _COLUMNS else {}
+    column = pl.program_id(1) * columns + lax.broadcasted_iota(jnp.int32, (columns,), 0)
+    return column, {"mask": column < width} if width % columns else {}
 
 
 def _load(ref: Any, at: Any, mask: dict[str, Any]) -> Array:
@@ -47,14 +46,14 @@ def _write(grad_refs, base_refs, neuron, column, mask, sums):
         tl.store(ref.at[neuron, column], total.astype(ref.dtype), **mask)
 
 
-def _segment_kernel(*refs, grads, based, segment, unroll):
+def _segment_kernel(*refs, grads, based, segment, unroll, columns):
     x_ref, dy_ref, token_ref, count_ref, start_ref, extra_ref, slot_ref = refs[:7]
     totals_ref, owner_ref = refs[7:9]
     factor_refs = refs[9 : 9 + grads]  # h, dpre, dup
     base_refs = refs[9 + grads : 9 + 2 * grads] if based else []
     grad_refs, part_ref = refs[-grads - 1 : -1], refs[-1]
     work, extras = pl.program_id(0), owner_ref.shape[0]
-    column, mask = _slice(x_ref.shape[1])
+    column, mask = _slice(x_ref.shape[1], columns)
 
     # Extra segments come first: they are full, and a full one takes longest.
     @pl.when(jnp.logical_or(work >= extras, work < totals_ref[0]))
@@ -89,7 +88,7 @@ def _segment_kernel(*refs, grads, based, segment, unroll):
                 sums = [s + f * o for s, f, o in zip(sums, factors, operands, strict=True)]
             return following, sums
 
-        zeros = [jnp.zeros((_COLUMNS,), jnp.float32)] * grads
+        zeros = [jnp.zeros((columns,), jnp.float32)] * grads
         steps = (size + unroll - 1) // unroll
         _, sums = lax.fori_loop(0, steps, step, (fetch(work - work), zeros))
 
@@ -104,13 +103,13 @@ def _segment_kernel(*refs, grads, based, segment, unroll):
                 tl.store(here, total, **mask)
 
 
-def _reduce_kernel(*refs, grads, based, segment):
+def _reduce_kernel(*refs, grads, based, segment, columns):
     part_ref, count_ref, slot_ref = refs[:3]
     base_refs = refs[3 + grads : 3 + 2 * grads] if based else []
     grad_refs = refs[-grads:]
     features = grad_refs[0].shape[0]
     program, programs = pl.program_id(0), pl.num_programs(0)
-    column, mask = _slice(grad_refs[0].shape[1])
+    column, mask = _slice(grad_refs[0].shape[1], columns)
 
     def one(i, carry):
         neuron = program + i * programs
@@ -125,7 +124,7 @@ def _reduce_kernel(*refs, grads, based, segment):
                 parts = [_load(part_ref, (row, column), mask) for row in rows]
                 return [total + part for total, part in zip(sums, parts, strict=True)]
 
-            zeros = [jnp.zeros((_COLUMNS,), jnp.float32)] * grads
+            zeros = [jnp.zeros((columns,), jnp.float32)] * grads
             sums = lax.fori_loop(0, (entries + segment - 1) // segment, step, zeros)
             _write(grad_refs, base_refs, neuron, column, mask, sums)
 
@@ -156,6 +155,8 @@ def weights(
     *,
     segment: int,
     unroll: int,
+    columns: int,
+    warps: int,
 ) -> list[Array]:
     """ddown, dgate, dup (F, D) in x's dtype; ddown and dup in the non-gated form.
 
@@ -165,34 +166,35 @@ def weights(
       bases: float32 (F, D) each, added before rounding; None for zeros.
       segment: most entries of one program, as in `lists`.
       unroll: entries per step.
+      columns: of D per program, a power of two.
+      warps: of one program.
     """
     width, features = x.shape[1], lists.entries.shape[0]
     factors = [f for f in (entries.h, entries.dpre, entries.dup) if f is not None]
     grads, based = len(factors), bases is not None
     # A neuron with k > 1 segments has k - 1 extras and k slots.
     slots = 2 * lists.owner.shape[0]
-    slices = pl.cdiv(width, _COLUMNS)
+    slices = pl.cdiv(width, columns)
+    static = {"grads": grads, "based": based, "segment": segment, "columns": columns}
     shapes = [jax.ShapeDtypeStruct((features, width), x.dtype)] * grads
     *sums, parts = tl.pallas_call(
-        functools.partial(
-            _segment_kernel, grads=grads, based=based, segment=segment, unroll=unroll
-        ),
+        functools.partial(_segment_kernel, unroll=unroll, **static),
         name="gated_ffn_grad_weights",
         grid=(lists.owner.shape[0] + features, slices),
         out_shape=[*shapes, jax.ShapeDtypeStruct((grads * slots, width), jnp.float32)],
-        num_warps=1,
+        num_warps=warps,
         num_stages=1,
     )(
         *[x, dy, entries.token, lists.entries, lists.start, lists.extra, lists.slot],
         *[lists.totals, lists.owner, *factors, *(bases or [])],
     )
     return tl.pallas_call(
-        functools.partial(_reduce_kernel, grads=grads, based=based, segment=segment),
+        functools.partial(_reduce_kernel, **static),
         name="gated_ffn_grad_weights_reduce",
         # Few neurons have several segments, and 45,000 programs that only look cost 28 us.
         grid=(min(features, _REDUCERS), slices),
         out_shape=shapes,
-        num_warps=1,
+        num_warps=warps,
         num_stages=1,
         aliases={3 + i: i for i in range(grads)},
     )(parts, lists.entries, lists.slot, *sums, *(bases or []))

@@ -162,6 +162,25 @@ def test_short_calls_with_many_long_rows():
         check(inputs | {"x": x}, True, config)
 
 
+@pytest.mark.parametrize("changes", [{"grad_columns": 128}, {"grad_columns": 512}])
+def test_weight_gradients_do_not_depend_on_how_d_is_sliced(changes):
+    """D = 272 is 3 slices of 128, 2 of 256 or 1 of 512, the last one partly filled in each case."""
+    inputs = quiet(ffn_inputs(TOKENS, 272, FEATURES, rate=0.05), -1.8)
+    fired = np.array((inputs["x"] @ inputs["gate"].T + inputs["gate_bias"] > 0).sum(0))
+    assert (fired > CONFIG.grad_segment).any()  # sums of several segments too
+    weights = cotangents(inputs)
+    config = dataclasses.replace(CONFIG, choice="sparse")
+    sliced = dataclasses.replace(config, grad_weights_warps=2, **changes)
+    with pallas_kernels.interpret():
+        (expected, (nnz, _)), (got, _) = (
+            gradients("triton", True, c)(inputs, weights) for c in (config, sliced)
+        )
+    assert nnz.max() <= 25  # no row is the dense backward's
+    for name, gradient in expected.items():
+        assert np.abs(np.array(gradient)).max() > 0
+        np.testing.assert_array_equal(np.array(got[name]), np.array(gradient))
+
+
 def test_same_bits_twice_and_nan_reaches_every_gradient_it_should():
     inputs = heat(ffn_inputs(TOKENS, WIDTH, FEATURES, rate=0.05))
     weights = cotangents(inputs)

@@ -40,6 +40,9 @@ def test_the_nearest_token_count_of_the_same_layer_counts():
         ({"list_chunk": 16}, "list_chunk must be at least 32, got 16"),
         ({"walk_warps": 3}, "walk_warps must be a power of two, got 3"),
         ({"grad_segment": 0}, "grad_segment must be at least 1, got 0"),
+        ({"grad_columns": 192}, "grad_columns must be a power of two, got 192"),
+        ({"grad_columns": 0}, "grad_columns must be at least 1, got 0"),
+        ({"grad_weights_warps": 3}, "grad_weights_warps must be a power of two, got 3"),
     ],
 )
 def test_settings_that_cannot_be_launched(setting, message):
