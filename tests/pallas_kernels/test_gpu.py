@@ -39,7 +39,41 @@ def test_every_width(width, rate):
     assert np.mean(np.array(out.nnz) != np.array(dense.nnz)) < 0.05
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 31, 32, 33, 64])
+@pytest.mark.parametrize(
+    ("long", "short"), [(0, 8), (8, 80), (8, 0), (120, 9), (300, 30), (8, 900)]
+)
+@pytest.mark.parametrize(("width", "features"), [(1024, 2816), (2048, 5632), (2560, 1000)])
+def test_long_rows(long, short, width, features):
+    """Rows beyond a list (256), rows beyond 64 only, and what is walked, each as exact as dense."""
+    counts = np.full(4096, 10)
+    rows = np.random.default_rng(0).permutation(4096)
+    counts[rows[:long]] = 900
+    counts[rows[long : long + short]] = np.linspace(65, 256, short).astype(int)
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(4096, width), (features, width), (features, width)]
+    x, up, down = (
+        jax.random.normal(k, s).astype(jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)
+    )
+    # Neuron n fires in row r where n < counts[r], as far as bf16 tells them apart.
+    x = x.at[:, 0].set(1.0).at[:, 1].set(jnp.asarray(counts, jnp.bfloat16))
+    neuron = jnp.arange(features, dtype=jnp.bfloat16)
+    gate = jnp.zeros((features, width), jnp.bfloat16).at[:, 0].set(-neuron).at[:, 1].set(1.0)
+
+    def op(implementation, *arrays):
+        out = jax.jit(lambda *a: gated_ffn(*a, implementation=implementation))(*arrays)
+        return out.y.astype(jnp.float32), out.nnz
+
+    first, second, dense = (op(name, x, gate, up, down) for name in ("triton", "triton", "xla"))
+    with jax.default_matmul_precision("highest"):
+        wide = op("xla", *(a.astype(jnp.float32) for a in (x, gate, up, down)))
+    np.testing.assert_array_equal(np.array(first[1]), np.array(dense[1]))
+    np.testing.assert_array_equal(np.array(first[0]), np.array(second[0]))
+    # Row by row: long ones would drown the rest.
+    size = jnp.linalg.norm(wide[0], axis=1, keepdims=True)
+    assert_as_exact_as_dense(first[0] / size, dense[0] / size, wide[0] / size, factor=1.1)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 17, 31, 32, 33, 64])
 def test_decode(tokens):
     check(ffn_inputs(tokens, 2048, 5632, dtype=jnp.bfloat16, rate=0.05))
 
