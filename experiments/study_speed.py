@@ -6,9 +6,11 @@
 The runs are those of experiments/study_sparsity.py: one that is not under --runs is trained first.
 Each checkpoint goes through prefill, a training step and decoding as dense SiLU, dense ReLU and
 sparse ReLU, in turns in one process, on held-out text: as it is, and without the neurons that are
-dead on the training text. Measurements are lines of study_speed.jsonl under --results, and what has
-one is not measured again. On one H200 it should take some eight minutes with the default two
-checkpoints, and two more where they are to be trained; --time-limit splits it.
+dead on the training text. Prefill and training have a fourth variant, `picked`: sparse ReLU with an
+engine per layer, picked from the activity on the training text. Measurements are lines of
+study_speed.jsonl under --results, and what has one is not measured again. On one H200 it should
+take some ten minutes with the default two checkpoints, and two more where they are to be trained;
+--time-limit splits it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import numpy as np
 import tyro
 
 from sparsejax import benchmark, surgery
-from sparsejax.analysis import activation_stats
+from sparsejax.analysis import ActivationStats, activation_stats, pick_engines
+from sparsejax.analysis.engines import LEAST_TOKENS
 from sparsejax.config import ModelConfig
 from sparsejax.data import open_source
 from sparsejax.studies import plots
@@ -42,6 +45,7 @@ from sparsejax.training.launch import run_script
 from sparsejax.training.load import load_model
 from sparsejax.types import Params
 
+Prepared = tuple[ModelConfig, Params, ActivationStats]
 SMOKE = Setting(layers=1, d_model=32, batch_size=8, seq_len=32, steps=4, evaluations=2)
 
 
@@ -84,7 +88,7 @@ def smoke(args: Args) -> Args:
     """One checkpoint, one row of decoding (which fills its cache by a prefill)."""
     args = dataclasses.replace(args, results=smoke_results(args.results))
     setting = dataclasses.replace(SMOKE, runs=args.results / "runs", data=args.setting.data)
-    small: dict[str, Any] = {"rows": 2, "decode_rows": (1,), "decode_steps": 3, "multiple": 1}
+    small: dict[str, Any] = {"rows": 4, "decode_rows": (1,), "decode_steps": 3, "multiple": 1}
     small |= {
         "modes": ("train", "decode"),
         "l1": (1e-2,),
@@ -107,8 +111,11 @@ def cases(args: Args) -> list[tuple[Mode, benchmark.Shape]]:
     return found
 
 
-def prepare(args: Args, spec: RunSpec) -> dict[bool, tuple[ModelConfig, Params]]:
-    """The checkpoint as it is (False) and without neurons dead on training text (True)."""
+def prepare(args: Args, spec: RunSpec) -> dict[bool, Prepared]:
+    """The checkpoint as it is (False) and without neurons dead on training text (True).
+
+    With the activity on that text.
+    """
     setting = args.setting
     # Not around the timed programs: one that was read from a cache may not tell its memory.
     with compile_cache(setting.runs / "compiled"):
@@ -120,7 +127,31 @@ def prepare(args: Args, spec: RunSpec) -> dict[bool, tuple[ModelConfig, Params]]
         model.config, model.params, stats, multiple=args.multiple
     )
     print(f"{spec.name}: {report.work_removed:.1%} of the gate projection is dead", flush=True)
-    return {False: (model.config, model.params), True: (config, params)}
+    return {
+        False: (model.config, model.params, stats),
+        True: (config, params, of_kept(stats, report)),
+    }
+
+
+def of_kept(stats: ActivationStats, report: surgery.PruneReport) -> ActivationStats:
+    """The statistics of what is left when neurons go that never fired."""
+    layers = []
+    for part in report.layers:
+        found = stats.of_layer(part.layer)
+        assert part.kept is not None
+        histogram, fired = found.histogram[: part.after + 1], found.fired[list(part.kept)]
+        layers.append(dataclasses.replace(found, histogram=histogram, fired=fired))
+    return ActivationStats(tuple(layers), stats.tokens)
+
+
+def engines_of(
+    config: ModelConfig, stats: ActivationStats, mode: Mode, shape: benchmark.Shape
+) -> tuple[str | None, ...] | None:
+    """An engine per layer; None for decoding, which has no cost model."""
+    tokens = shape.batch_size * shape.seq_len
+    if mode == "decode" or tokens < LEAST_TOKENS:
+        return None
+    return pick_engines(config, stats, tokens=tokens, training=mode == "train")
 
 
 def quality_of(args: Args, config: ModelConfig, params: Params) -> dict[str, Any]:
@@ -183,13 +214,15 @@ def main(args: Args) -> int:
         if not todo or budget.spent:
             continue
         models = prepare(args, spec)
-        quality = {pruned: quality_of(args, *models[pruned]) for pruned in models}
+        quality = {pruned: quality_of(args, *found[:2]) for pruned, found in models.items()}
         for pruned, mode, shape, key in todo:
             if budget.spent:
                 print("time is up; the same command goes on", flush=True)
                 break
-            rows = time_trained(mode, *models[pruned], held, shape, **measuring)
-            widths = [layer.ffn.d_ff for layer in models[pruned][0].layers if layer.ffn]
+            config, params, stats = models[pruned]
+            engines = engines_of(config, stats, mode, shape)
+            rows = time_trained(mode, config, params, held, shape, engines=engines, **measuring)
+            widths = [layer.ffn.d_ff for layer in config.layers if layer.ffn]
             records.add(key, quality[pruned] | {"d_ff": widths, "rows": rows})
             name = f"{spec.name}{' pruned' if pruned else ''}, {mode} x {shape.batch_size}"
             for row in rows:

@@ -32,6 +32,7 @@ from sparsejax.types import Params
 
 DENSE = ("dense_silu", "dense_relu")
 VARIANTS = (*DENSE, "sparse_relu")
+PICKED = "picked"
 # Adam moves every parameter by up to the learning rate: here by nothing that a float32 keeps.
 _STILL = OptimizerConfig(learning_rate=1e-12, schedule="constant", warmup_steps=0)
 _STEPS = 1000
@@ -64,15 +65,15 @@ class Case:
     """Programs of the variants, and a way to call them on shared buffers.
 
     Attributes:
-      programs: names of what is compiled: the variants and helpers.
       sparse_engine: of the sparse variant; None lets every call choose.
+      engines: one per layer; with them there is a fourth variant, "picked".
       compiled: name -> executable, set by the caller before `prepare`.
       mesh: one device.
       tokens_per_call: tokens read or made by one call.
     """
 
-    programs: tuple[str, ...] = VARIANTS
     sparse_engine: str | None = "triton"
+    engines: tuple[str | None, ...] | None = None
 
     def __init__(self, model: ModelConfig, nnz: Sequence[float], shape: Shape):
         self.shape, self.nnz = shape, nnz
@@ -87,13 +88,24 @@ class Case:
         )
         self.ids = [jax.device_put(batch, batch_sharding(self.mesh)) for batch in ids]
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """What is timed."""
+        return VARIANTS if self.engines is None else (*VARIANTS, PICKED)
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """Names of what is compiled: the variants and helpers."""
+        return self.variants
+
     def config(self, variant: str) -> ModelConfig:
         """The model of a variant; SiLU has no gate bias, as dense models have none."""
         return silu(self.model) if variant == "dense_silu" else self.model
 
     def options(self, variant: str, **changes: Any) -> Options:
         """The engine of a variant."""
-        implementation = self.sparse_engine if variant == "sparse_relu" else "xla"
+        engines = {"sparse_relu": self.sparse_engine, PICKED: self.engines}
+        implementation = engines.get(variant, "xla")
         return Options(implementation=implementation, remat=self.shape.remat, **changes)
 
     def own(self, variant: str, tree: Any) -> Any:
@@ -207,7 +219,10 @@ class Prefill(Inference):
 class Decode(Inference):
     """Makes `decode_steps` tokens in each of B rows, after a prompt of T tokens."""
 
-    programs = ("fill", *VARIANTS)
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """See `Case`."""
+        return ("fill", *self.variants)
 
     def __init__(self, model: ModelConfig, nnz: Sequence[float], shape: Shape):
         super().__init__(model, nnz, shape)

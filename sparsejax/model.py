@@ -85,7 +85,8 @@ def forward(
 
     Raises:
       ValueError: parameters that do not fit the config (missing, extra or misshapen leaves), tokens
-        that are not integers (B, T), arguments of another shape, or a cache too small for them.
+        that are not integers (B, T), arguments of another shape, a cache too small for them, or
+        engines (`options.implementation`) for another number of layers.
     """
     check_params(config, params)
     tokens, positions, segment_ids = _from_host(tokens, positions, segment_ids)

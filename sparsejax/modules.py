@@ -44,7 +44,9 @@ class Options:
     """How to run a forward pass; nothing here changes what it computes.
 
     Attributes:
-      implementation: engine of `gated_ffn`, None to choose.
+      implementation: engine of `gated_ffn`, None to choose; or a tuple of these, one per layer of
+        the model (entries of layers without feed-forward part are not read), such as
+        `sparsejax.analysis.pick_engines` gives.
       remat: "none", "dots" or "full", see `REMAT_POLICIES`.
       residuals: what the sparse engine keeps for its backward pass, see `gated_ffn`; None takes
         "compact" without rematerialisation and "full" with it, where they live for one layer only.
@@ -53,7 +55,7 @@ class Options:
       capture_hidden: also return the residual stream between layers (`ModelOutput.hidden_states`).
     """
 
-    implementation: str | None = None
+    implementation: str | tuple[str | None, ...] | None = None
     remat: str = "none"
     residuals: Residuals | None = None
     count_neurons: bool = False
@@ -63,6 +65,31 @@ class Options:
     def __post_init__(self):
         if self.remat not in REMAT_POLICIES:
             raise ValueError(f"remat must be one of {list(REMAT_POLICIES)}, got {self.remat!r}")
+        given = self.implementation
+        for engine in given if isinstance(given, tuple) else (given,):
+            if engine is not None and not isinstance(engine, str):
+                raise ValueError(
+                    "implementation must be an engine's name, None, or a tuple of these with one "
+                    f"entry per layer, got {given!r}"
+                    + ("; write tuple(...)" if isinstance(given, list) else "")
+                )
+
+    def per_layer(self, num_layers: int) -> tuple[Options, ...]:
+        """These options for each layer alone, `implementation` narrowed to that layer's engine.
+
+        Raises:
+          ValueError: `implementation` is a tuple of another length.
+        """
+        given = self.implementation
+        if not isinstance(given, tuple):
+            return (self,) * num_layers
+        if len(given) != num_layers:
+            raise ValueError(
+                f"Options: implementation must have one entry for each of the model's {num_layers} "
+                f"layers, got {len(given)}; give layers without feed-forward part None, or name "
+                "one engine for all layers"
+            )
+        return tuple(dataclasses.replace(self, implementation=engine) for engine in given)
 
     def residuals_or_default(self) -> Residuals:
         """What the sparse engine keeps."""
@@ -153,6 +180,8 @@ class FFN(_Module):
     def __call__(self, x: Hidden) -> FFNOutput:
         """Returns y (B, T, D), l1 and nnz (B, T)."""
         f, shape = self.ffn, (self.ffn.d_ff, self.config.d_model)
+        engine = self.options.implementation
+        assert not isinstance(engine, tuple)  # `Options.per_layer` comes first
         return ffn(
             x,
             self.weight("gate", *shape) if f.gated else None,
@@ -160,7 +189,7 @@ class FFN(_Module):
             self.weight("down", *shape),
             gate_bias=self.weight("gate_bias", f.d_ff) if f.gate_bias else None,
             activation=f.activation,
-            implementation=self.options.implementation,
+            implementation=engine,
             count_neurons=self.options.count_neurons and f.activation == "relu",
             residuals=self.options.residuals_or_default(),
         )
@@ -216,6 +245,7 @@ class Transformer(nn.Module):
         x = Embed(self.config, name="embed")(tokens, inference=cache is not None)
         remat = self.options.remat
         layer_cls = Layer if remat == "none" else nn.remat(Layer, policy=REMAT_POLICIES[remat])
+        options = self.options.per_layer(self.config.num_layers)
         base, outputs = x, []
         self._capture(x)
         new_cache = None if cache is None else dict(cache)
@@ -226,7 +256,7 @@ class Transformer(nn.Module):
                 self._capture(x)
                 continue
             name = f"layer_{i}"
-            apply = layer_cls(self.config, layer, self.options, name=name)
+            apply = layer_cls(self.config, layer, options[i], name=name)
             layer_cache = None if cache is None else cache.get(name)
             delta, stats, layer_cache = apply(base, positions, segment_ids, layer_cache)
             x = constrain(x + delta, BATCH_AXES, None, None)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -48,6 +49,21 @@ _DTYPES = ("bfloat16", "float32")
 
 def unsupported(x: Array, up: Array, activation: str) -> str | None:
     """Why the engine cannot run this call, or None if it can. Static: shapes, dtypes, platform."""
+    reason = unsupported_layer(x, up, activation)
+    if reason is not None:
+        return reason
+    loose = tl.partitioned_axes()
+    if loose:
+        return f"mesh axes {loose} are not manual here: put the call inside jax.shard_map"
+    if not dispatch.interpreting() and not tl.on_cuda():
+        return "it needs a CUDA device (or `with pallas_kernels.interpret():` in tests)"
+    return None
+
+
+def unsupported_layer(
+    x: Array | jax.ShapeDtypeStruct, up: Array | jax.ShapeDtypeStruct, activation: str
+) -> str | None:
+    """Why no device can run this call, or None: shapes and dtypes alone."""
     if activation != "relu":
         return f"activation {activation!r} makes no zeros to skip; only 'relu' does"
     if str(x.dtype) not in _DTYPES:
@@ -56,11 +72,6 @@ def unsupported(x: Array, up: Array, activation: str) -> str | None:
         return f"D must be a multiple of 16, got {x.shape[-1]}"
     if x.size == 0 or up.size == 0:
         return f"empty operand: x {list(x.shape)}, up {list(up.shape)}"
-    loose = tl.partitioned_axes()
-    if loose:
-        return f"mesh axes {loose} are not manual here: put the call inside jax.shard_map"
-    if not dispatch.interpreting() and not tl.on_cuda():
-        return "it needs a CUDA device (or `with pallas_kernels.interpret():` in tests)"
     return None
 
 

@@ -5,7 +5,7 @@
     hot neurons   those that fire on so many tokens that a small dense layer of them is cheaper
 
 One small kernel after the counts of some 256 rows. Every way is exact, so a bad sample costs time
-and nothing else. The costs are times on one H200 (notes_ffn.md), scaled by shape.
+and nothing else. The costs are those of `cost`, which also has the choice for known counts.
 """
 
 from __future__ import annotations
@@ -20,44 +20,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import _triton as tl
 from pallas_kernels.gated_ffn.config import FFNConfig
+from pallas_kernels.gated_ffn.cost import HOT_GAIN, LEVELS, costs, most_hot, row_cost
 
 DENSE, SPARSE, HOT = range(3)
 _SAMPLE = 256  # rows
 _CHUNK = 2048
-# Shares of the sample above which a neuron may count as hot, in 1/256.
-_LEVELS = (10, 14, 20, 28, 40, 56, 80, 112)
-
-
-class Costs(NamedTuple):
-    """Nanoseconds on a full chip.
-
-    Attributes:
-      entry: one active neuron of one token, everything that follows the gate projection.
-      row: one token that is walked, before its entries.
-      dense_row: the same work for one token in the dense engine.
-      hot_row: one token's share of the small dense layer of hot neurons.
-      fixed: what the sparse path costs whatever its size.
-    """
-
-    entry: float
-    row: float
-    dense_row: float
-    hot_row: float
-    fixed: float
-
-
-def costs(width: int, features: int, *, training: bool) -> Costs:
-    """Forward alone: two dense matmuls of a token 64 ns, a walked entry 0.88, lists and row 9.
-
-    With the backward pass: six more dense matmuls 204 ns, three more passes over the entries 2.6.
-    All at D = 2048, F = 5632, bf16.
-    """
-    wide, tall = width / 2048, features / 5632
-    forward = Costs(0.88 * wide, 4.5 * wide + 4.5 * tall, 64 * wide * tall, 6.5 * wide, 25e3)
-    if not training:
-        return forward
-    backward = Costs(2.6 * wide, 6 * wide + 1 * tall, 204 * wide * tall, 15 * wide, 80e3)
-    return Costs(*(a + b for a, b in zip(forward, backward, strict=True)))
 
 
 class Plan(NamedTuple):
@@ -91,11 +58,10 @@ def _decide(
     fixed = cost.row + cost.fixed / tokens
 
     def walked_cost(share):
-        # A row that is not worth walking goes to the tail, at somewhat more than the dense price.
-        return mean(jnp.minimum(number * share * cost.entry, 1.2 * cost.dense_row)) + fixed
+        return mean(row_cost(cost, number * share, jnp)) + fixed
 
     plain, hot = walked_cost(1.0), walked_cost(cold_share) + cost.hot_row
-    take_hot = enough_hot * (hot < 0.95 * plain).astype(jnp.int32)
+    take_hot = enough_hot * (hot < HOT_GAIN * plain).astype(jnp.int32)
     if rule != "choose":
         take_hot = 0 * take_hot + (1 if rule == HOT else 0)
     walked = number * (1.0 - take_hot.astype(jnp.float32) * (1.0 - cold_share))
@@ -132,7 +98,7 @@ def _plan_kernel(
     chunk = min(_CHUNK, max(32, pl.next_power_of_2(features)))
     lane = lax.broadcasted_iota(jnp.int32, (chunk,), 0)
     chunks = pl.cdiv(features, chunk)
-    levels = [max(1, level * sample // 256) for level in _LEVELS]
+    levels = [max(1, level * sample // 256) for level in LEVELS]
 
     def fired(k):
         at = k * chunk + lane
@@ -190,7 +156,7 @@ def plan(pre: Array, bias: Array | None, width: int, config: FFNConfig, *, train
     rule: str | int = {"dense": DENSE, "sparse": SPARSE, "hot": HOT}.get(config.choice, "choose")
     if rule == "choose" and tokens < config.choose_tokens:
         rule = "tail"
-    most = max(16, min(config.hot_neurons, features // 4) // 16 * 16)
+    most = most_hot(features, config)
     way, limit, hot, hot_words = tl.pallas_call(
         functools.partial(
             _plan_kernel,

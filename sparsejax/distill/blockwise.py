@@ -104,7 +104,7 @@ def block_errors(
     Source: block-local distillation of Puzzle, arXiv 2411.19146: MSE(o_p, o_c) / MSE(o_p, 0).
     """
     states = jax.lax.stop_gradient(teacher.hidden_states)
-    dtype = jnp.dtype(config.dtype)
+    dtype, own = jnp.dtype(config.dtype), options.per_layer(config.num_layers)
     if positions is None:
         steps = jnp.arange(weights.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(steps, weights.shape)
@@ -115,7 +115,7 @@ def block_errors(
 
     def delta(i: int, base: Array) -> tuple[Array, FFNOutput | None]:
         def run(part: Params, base: Array):
-            apply: Any = Layer(config, config.layers[i], options).apply
+            apply: Any = Layer(config, config.layers[i], own[i]).apply
             return apply({"params": part}, base, positions, segment_ids, None)[:2]
 
         if options.remat != "none":

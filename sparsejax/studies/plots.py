@@ -105,37 +105,47 @@ def _where(rows: Sequence[Record], layers: Axes, positions: Axes) -> None:
 
 
 def plot_speed(rows: Sequence[Record], path: Path) -> Figure:
-    """Ratio to the fastest dense form per mode: whole model, and without dead neurons."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    speed, energy = figure.subplots(1, 2)
-    sparse = [r for r in rows if r["variant"] == "sparse_relu"]
+    """Ratio to the fastest dense form per mode: whole model, and without dead neurons.
+
+    Hatched bars are of engines picked per layer, where they were measured.
+    """
+    sparse = [r for r in rows if r["variant"] in ("sparse_relu", "picked")]
     names = list(dict.fromkeys(_where_run(r) for r in sparse))
-    kinds = list(dict.fromkeys((r["checkpoint"], r["pruned"]) for r in sparse))
+    kinds = list(dict.fromkeys(map(_speed_kind, sparse)))
+    checkpoints = list(dict.fromkeys(checkpoint for checkpoint, *_ in kinds))
+    # Numbers stand above bars.
+    figure = Figure(figsize=(max(11.0, 3 + 2 * len(kinds)), 4.5), layout="constrained")
+    speed, energy = figure.subplots(1, 2)
     width = 0.8 / max(len(kinds), 1)
-    for k, (checkpoint, pruned) in enumerate(kinds):
-        found = {_where_run(r): r for r in sparse if (r["checkpoint"], r["pruned"]) == kinds[k]}
+    for k, (checkpoint, pruned, variant) in enumerate(kinds):
+        found = {_where_run(r): r for r in sparse if _speed_kind(r) == kinds[k]}
         x = np.array([names.index(n) for n in found]) + (k - (len(kinds) - 1) / 2) * width
         label = f"{checkpoint}{', dead neurons dropped' if pruned else ''}"
+        label += ", engines picked" if variant == "picked" else ""
         label += f" (nnz {np.mean([np.mean(r['nnz_seen']) for r in found.values()]):.0f})"
-        style = {"color": f"C{k // 2}", "alpha": 0.55 if pruned else 1.0, "width": width}
+        style: dict[str, Any] = {"color": f"C{checkpoints.index(checkpoint)}", "width": width}
+        style |= {"alpha": 0.55 if pruned else 1.0}
+        style |= {"hatch": "///", "edgecolor": "white"} if variant == "picked" else {}
         ratios = [r["ratio_to_fastest_dense"] for r in found.values()]
         dense = [q * r["ms"] for q, r in zip(ratios, found.values(), strict=True)]  # its median
         slow, fast = ([r[f"ms_{end}"] for r in found.values()] for end in ("max", "min"))
         ends = np.divide(dense, slow), np.divide(dense, fast)
         speed.bar(x, ratios, yerr=bars(ratios, *ends), label=label, **style)
         for at, top, ratio, r in zip(x, ends[1], ratios, found.values(), strict=True):
-            note = f"{ratio:.2f}\n{r['sparse_layers']:g}/{len(r['d_ff'])} sparse"
+            note = f"{ratio:.2f}\n{r['sparse_layers']:g}/{len(r['d_ff'])}"
+            note += " sparse" if len(kinds) <= 4 else ""
             speed.annotate(note, (at, top), ha="center", va="bottom", fontsize=7)
         joules = [r.get("energy_ratio") for r in found.values()]
         if all(j is not None for j in joules):
             energy.bar(x, joules, label=label, **style)
     for axes, title in (
-        (speed, "speed over the fastest dense form (bars: least to most)"),
+        (speed, "speed over the fastest dense form (bars: least to most; n/m layers sparse)"),
         (energy, "energy per token over that of the fastest dense form"),
     ):
         axes.axhline(1, color="black", lw=0.8)
         axes.set_xticks(range(len(names)), names, fontsize=8)
-        axes.set_ylim(top=1.35 * axes.get_ylim()[1])  # room for the legend
+        # Room for the legend.
+        axes.set_ylim(top=max(1.35, 1.1 + 0.1 * len(kinds)) * axes.get_ylim()[1])
         axes.set(title=title, xlabel="what is run x rows")
     if not energy.patches:
         energy.text(0.5, 0.5, "not measured", ha="center", transform=energy.transAxes)
@@ -194,6 +204,10 @@ def _by_l1(rows: Iterable[Record], value: Any) -> tuple[list[float], Any, Any, A
     x = sorted(found)
     mean, least, most = ([f(found[c]) for c in x] for f in (np.mean, np.min, np.max))
     return x, mean, least, most
+
+
+def _speed_kind(r: Record) -> tuple[str, bool, str]:
+    return r["checkpoint"], r["pruned"], r["variant"]
 
 
 def _where_run(r: Record) -> str:

@@ -68,7 +68,7 @@ def time_variants(
     programs = _compile_case(case, interpret)
     case.compiled = {name: executable for name, (executable, _) in programs.items()}
     print("compiled:", {name: round(s, 1) for name, (_, s) in programs.items()}, flush=True)
-    sizes = {name: memory_needed(case.compiled[name]) for name in benchmark.VARIANTS}
+    sizes = {name: memory_needed(case.compiled[name]) for name in case.variants}
     with PowerMeter() as meter:
         case.prepare()
         peaks = _warm_up(case, sizes)
@@ -77,9 +77,9 @@ def time_variants(
             jax.block_until_ready([case.call(name, i) for i in range(calls)])
 
         times = in_turns(
-            {n: functools.partial(run, n) for n in benchmark.VARIANTS}, reps, calls, warm=False
+            {n: functools.partial(run, n) for n in case.variants}, reps, calls, warm=False
         )
-        energies = {n: _energy(case, meter, n, energy_seconds) for n in benchmark.VARIANTS}
+        energies = {n: _energy(case, meter, n, energy_seconds) for n in case.variants}
     rows = []
     for name, found in times.items():
         nnz, sparse = case.seen(name)
@@ -226,7 +226,7 @@ def _warm_up(case: benchmark.Case, sizes: dict[str, dict[str, int]]) -> dict[str
     """First calls, the smallest program first: where the allocator's peak rises it is its own."""
     device = jax.local_devices()[0]
     peaks, before = {}, (device.memory_stats() or {}).get("peak_bytes_in_use") or 0
-    for name in sorted(benchmark.VARIANTS, key=lambda name: sizes[name]["peak"]):
+    for name in sorted(case.variants, key=lambda name: sizes[name]["peak"]):
         jax.block_until_ready(case.call(name, 0))
         stats = device.memory_stats() or {}
         peak = stats.get("peak_bytes_in_use")

@@ -24,6 +24,8 @@ def time_trained(
     trained: Params,
     source: TokenSource,
     shape: benchmark.Shape,
+    *,
+    engines: tuple[str | None, ...] | None = None,
     **measuring: Any,
 ) -> list[dict[str, Any]]:
     """Rows of `timing.time_variants`, with speed, energy and memory against the fastest dense one.
@@ -34,15 +36,20 @@ def time_trained(
       trained: its parameters.
       source: the text that it reads.
       shape: what is run.
+      engines: one per layer, for a fourth variant "picked", whose row names them.
       measuring: reps, calls, energy_seconds.
     """
     case = trained_case(mode, config, trained, text_for(source, mode, shape), shape)
+    case.engines = engines
     if jax.default_backend() != "gpu":
         case.sparse_engine = None
+        case.engines = None if engines is None else (None,) * len(engines)
     rows = time_variants(case, **measuring)
     dense = min((r for r in rows if r["variant"] in benchmark.DENSE), key=lambda r: r["ms"])
     for row in rows:
         row["ratio_to_fastest_dense"] = dense["ms"] / row["ms"]
+        if row["variant"] == benchmark.PICKED:
+            row["engines"] = engines
         row["peak_bytes"] = row["compiled_bytes"]["peak"]
         if row["joules_per_token"] is not None:
             row["energy_ratio"] = row["joules_per_token"] / dense["joules_per_token"]

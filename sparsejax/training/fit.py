@@ -15,9 +15,10 @@ _SHARE = 0.9  # of the memory that a program may take: collectives and fragments
 
 def has_a_choice(model: ModelConfig, options: Options) -> bool:
     """Whether `compile_fitting` may choose: nothing is asked for, and the sparse engine may run."""
-    relu = any(layer.ffn is not None and layer.ffn.activation == "relu" for layer in model.layers)
+    own = options.per_layer(model.num_layers)
+    sparse = any(own[i].implementation != "xla" for i in model.sparse_layers)
     asked = options.residuals is not None or options.remat != "none"
-    return relu and not asked and options.implementation != "xla"
+    return sparse and not asked
 
 
 def compile_fitting(

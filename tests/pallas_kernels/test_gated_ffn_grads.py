@@ -11,6 +11,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import FFNConfig, _triton, gated_ffn
 from pallas_kernels.gated_ffn import pallas_triton, pallas_triton_plan
+from pallas_kernels.gated_ffn.cost import Costs
 from pallas_kernels.gated_ffn.pallas_triton_backward import Residuals
 from pallas_kernels.testing import assert_as_exact_as_dense, assert_close, ffn_inputs
 from pallas_kernels.tuning import MatmulTile
@@ -37,7 +38,7 @@ HOT = jnp.array([3, 40, 41, 96])
 @pytest.fixture(autouse=True)
 def small_is_worth_it(monkeypatch):
     """At these sizes the real costs would make every call dense: here that pays from 30 entries."""
-    costs = pallas_triton_plan.Costs(entry=1.0, row=0.0, dense_row=30.0, hot_row=0.5, fixed=0.0)
+    costs = Costs(entry=1.0, row=0.0, dense_row=30.0, hot_row=0.5, fixed=0.0)
     monkeypatch.setattr(pallas_triton_plan, "costs", lambda *_, **__: costs)
 
 

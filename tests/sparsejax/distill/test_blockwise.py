@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels
 from sparsejax import (
     AttentionConfig,
     FFNConfig,
@@ -61,6 +62,24 @@ def test_the_teachers_own_blocks_have_no_error(teacher):
     assert sorted(stats) == [0, 1, 2, 3]
     want = teacher.stats.nnz
     np.testing.assert_array_equal(np.stack([stats[i].nnz for i in range(4)]), want)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_each_block_runs_its_layers_engines(teacher):
+    blocks = choose_blocks(TEACHER, (0, 1, 2, 3), [1, 2])
+    engines = ("none", "xla", "triton", "none")  # those of layers that do not run are not read
+    with pallas_kernels.interpret():
+        got, stats = block_errors(
+            TEACHER,
+            PARAMS,
+            teacher,
+            (0, 1, 2, 3),
+            blocks,
+            WEIGHTS,
+            options=Options(implementation=engines),
+        )
+    np.testing.assert_allclose(got, np.zeros(2), atol=1e-10)
+    assert {i: float(s.sparse) for i, s in stats.items()} == {1: 0, 2: 1}
 
 
 def test_a_block_that_does_nothing_has_error_one(teacher):

@@ -182,3 +182,22 @@ def test_speed_has_its_spread_and_says_how_many_layers_were_sparse(tmp_path):
     assert [n.get_text() for n in notes(speed)] == ["1.25\n1/2 sparse"] * 2
     assert [t.get_text() for t in speed.get_xticklabels()] == ["train x 32", "decode x 1"]
     assert [t.get_text() for t in speed.get_legend().get_texts()] == ["L1 1 (nnz 4)"]
+
+
+def test_picked_engines_stand_beside_those_that_choose(tmp_path):
+    rows = []
+    for variant, modes in (("sparse_relu", ("train", "decode")), ("picked", ("train",))):
+        for mode in modes:
+            row = ABOUT | {"variant": variant, "mode": mode, "sequences": 8, "ms": 8.0}
+            row |= {"ms_min": 7.0, "ms_max": 9.0, "ratio_to_fastest_dense": 1.25}
+            row |= {"checkpoint": "L1 1", "pruned": False, "nnz_seen": [3.0, 5.0]}
+            rows.append(row | {"d_ff": [64, 64], "sparse_layers": 1.0, "energy_ratio": 0.9})
+    speed, energy = plots.plot_speed(rows, tmp_path / "v.png").axes
+    check_readable(speed)
+    for axes in (speed, energy):
+        assert [bar.get_hatch() for bar in axes.patches] == [None, None, "///"]
+        assert len({to_hex(bar.get_facecolor()) for bar in axes.patches}) == 1
+    ends = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in speed.patches)
+    np.testing.assert_allclose(np.ravel(ends), [-0.4, 0, 0, 0.4, 0.6, 1.0], atol=1e-12)
+    texts = [t.get_text() for t in speed.get_legend().get_texts()]
+    assert texts == ["L1 1 (nnz 4)", "L1 1, engines picked (nnz 4)"]

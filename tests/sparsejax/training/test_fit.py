@@ -40,6 +40,8 @@ def choose(limit, options=Options(), model=MODEL):
 def test_full_where_it_fits_and_else_compact():
     assert choose(1056) == ("full", ["full"])  # 950 is at most 90 %
     assert choose(1055) == ("compact", ["full", "compact"])
+    one = ("xla",) * (MODEL.num_layers - 1) + ("triton",)
+    assert choose(1056, Options(implementation=one)) == ("full", ["full"])
 
 
 @pytest.mark.parametrize(
@@ -50,9 +52,10 @@ def test_full_where_it_fits_and_else_compact():
         (10, Options(residuals="full"), MODEL, "full"),
         (9999, Options(remat="dots"), MODEL, None),
         (9999, Options(implementation="xla"), MODEL, None),
+        (9999, Options(implementation=("xla",) * MODEL.num_layers), MODEL, None),
         (9999, Options(), presets.get("tiny-dense"), None),
     ],
-    ids=["no limit known", "compact asked", "full asked", "remat", "dense engine", "SiLU"],
+    ids=["no limit known", "compact asked", "full asked", "remat", "dense engine", "all", "SiLU"],
 )
 def test_nothing_is_changed_where_there_is_no_choice(limit, options, model, residuals):
     assert choose(limit, options, model) == (residuals, [residuals])

@@ -135,6 +135,21 @@ def test_the_sparse_engine_trains_like_the_dense_one_on_a_mesh(micro, one_device
         assert expected["sparse_layers"] == 0
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_an_engine_per_layer_trains_alike(micro, one_device):
+    engines = ("xla", "triton")
+    with pallas_kernels.interpret():
+        state, history = run(micro, 2, None, implementation=engines)
+    keys = ("loss", "ce", "l1", "nnz_per_layer", "dead_fraction", "grad_norm")
+    for got, expected in zip(history, one_device[2], strict=False):
+        for key in keys:
+            np.testing.assert_allclose(got[key], expected[key], rtol=1e-4, err_msg=key)
+        assert got["sparse_layers"] <= 1
+    assert state.step == 2
+    with pytest.raises(ValueError, match=r"each of the model's 2 layers, got 3; give layers with"):
+        run(micro, 1, None, implementation=(*engines, "xla"))
+
+
 def test_masked_targets_do_not_count(micro):
     mesh = make_mesh()
     evaluate = make_eval_step(micro, 100, Options(), mesh)
