@@ -64,16 +64,11 @@ def _list_active(
         bias = None if bias_ref is None else tl.load(bias_ref.at[at], **mask)
         return tl.add_bias(tl.load(pre_ref.at[token, at], **mask), bias)
 
-    def whole(offset, size, masked):
-        columns = offset + lax.broadcasted_iota(jnp.int32, (size,), 0)
-        return value(columns, **({"mask": columns < features, "other": -1.0} if masked else {}))
-
     total = jnp.int32(0)
-    following = whole(*parts[0])
-    for (offset, size, _), after in zip(parts, [*parts[1:], None], strict=True):
-        # The next part is on its way while this one's entries are written.
-        here, following = following, whole(*after) if after else None
-        words = tl.pack_bits(tl.is_active(here))
+    for offset, size, masked in parts:
+        columns = offset + lax.broadcasted_iota(jnp.int32, (size,), 0)
+        mask = {"mask": columns < features, "other": -1.0} if masked else {}
+        words = tl.pack_bits(tl.is_active(value(columns, **mask)))
         lane = lax.broadcasted_iota(jnp.int32, (size // 32,), 0)
         if hot_ref is not None:
             word = offset // 32 + lane
