@@ -59,6 +59,8 @@ def test_the_named_layers_run_the_sparse_engine(remat):
     np.testing.assert_array_equal(stats.nnz, expected.nnz)
 
 
+# A whole step, with its norm of gradients, is in training/test_step.py.
+@pytest.mark.slow
 def test_gradients_are_those_of_the_dense_engine():
     def loss(engines, params):
         options = Options(implementation=engines, count_neurons=True)
