@@ -99,7 +99,8 @@ _LEAST = {
 }
 
 
-# Each setting with what it was chosen from: ms on one H200, jax 0.11.2, bf16, 16,384 x 2048 x 5632.
+# Each setting with what it was chosen from: ms on one H200, jax 0.11.2, bf16, by
+# experiments/tune_ffn.py or its forerunners; 16,384 x 2048 x 5632 and 16,384 x 1024 x 2816.
 MEASURED = {
     tuning.Bucket("NVIDIA H200", "bfloat16", 16384, 2048, 4096): {
         # 1 / 2 / 4 / 8 warps: 0.332 / 0.311 / 0.292 / 0.344 at 15 active neurons, 0.529 / 0.507 /
@@ -118,6 +119,13 @@ MEASURED = {
         # At most 64 / 128 / 256, training, power law: 2.42 / 2.28 / 2.43 at 30, 3.60 / 3.28 / 3.17
         # at 60.
         "hot_neurons": 128,
+    },
+    tuning.Bucket("NVIDIA H200", "bfloat16", 16384, 1024, 2048): {
+        # The stages after the gate. 1 / 2 / 4 / 8: 0.110 / 0.102 / 0.107 / 0.124 at 4 active
+        # neurons, 0.182 / 0.171 / 0.178 / 0.231 at 13.
+        "walk_warps": 2,
+        # 1 / 2 / 4: 0.103 / 0.117 / 0.146 at 4, 0.171 / 0.195 / 0.233 at 13.
+        "list_warps": 1,
     },
 }
 

@@ -35,6 +35,8 @@ class Costs(NamedTuple):
       entry: one active neuron of one token, everything that follows the gate projection.
       row: one token that is walked, before its entries.
       dense_row: the same work for one token in the dense engine.
+      again_row: projecting gate and up once more in the backward pass, which a dense call does
+        where residuals are compact.
       hot_row: one token's share of the small dense layer of hot neurons.
       fixed: what the sparse path costs whatever its size.
     """
@@ -42,27 +44,53 @@ class Costs(NamedTuple):
     entry: float
     row: float
     dense_row: float
+    again_row: float
     hot_row: float
     fixed: float
 
+    def dense_call(self, config: FFNConfig, *, training: bool) -> float:
+        """One token of a call of the sparse engine that turns dense."""
+        again = training and config.residuals == "compact"
+        return self.dense_row + (self.again_row if again else 0.0)
+
 
 def costs(width: int, features: int, *, training: bool) -> Costs:
-    """Forward alone: two dense matmuls of a token 64 ns, a walked entry 0.88, lists and row 9.
+    """Forward alone: two dense matmuls of a token 62 ns and the pass between them 8, a walked
+    entry 0.92, lists and row 9.
 
-    With the backward pass: six more dense matmuls 204 ns, three more passes over the entries 2.6.
-    All at D = 2048, F = 5632, bf16.
+    With the backward pass: six more dense matmuls 204 ns and a pass 8, three more passes over the
+    entries 2.56; projecting again 81. All at D = 2048, F = 5632, bf16, from one run's calls at 15,
+    30, 60 and 120 active neurons (notes_ffn.md, v9).
     """
     wide, tall = width / 2048, features / 5632
-    forward = Costs(0.88 * wide, 4.5 * wide + 4.5 * tall, 64 * wide * tall, 6.5 * wide, 25e3)
+    both = wide * tall
+    forward = Costs(
+        entry=0.92 * wide,
+        row=4.5 * wide + 4.5 * tall,
+        dense_row=62 * both + 8 * tall,
+        again_row=0.0,
+        hot_row=6.5 * wide,
+        fixed=25e3,
+    )
     if not training:
         return forward
-    backward = Costs(2.6 * wide, 6 * wide + 1 * tall, 204 * wide * tall, 15 * wide, 80e3)
+    backward = Costs(
+        entry=2.56 * wide,
+        row=6 * wide + 1 * tall,
+        dense_row=204 * both + 8 * tall,
+        again_row=81 * both,
+        hot_row=15 * wide,
+        fixed=80e3,
+    )
     return Costs(*(a + b for a, b in zip(forward, backward, strict=True)))
 
 
 def row_cost(cost: Costs, entries: Any, xp: Any) -> Any:
-    """min(entries * entry, 1.2 * dense_row) of each row; `xp` is numpy or jax.numpy."""
-    return xp.minimum(entries * cost.entry, TAIL_PRICE * cost.dense_row)
+    """min(entries * entry, 1.2 * (dense_row + again_row)) of each row; `xp` is numpy or jax.numpy.
+
+    A row of the tail is projected again in the backward pass, whatever residuals are.
+    """
+    return xp.minimum(entries * cost.entry, TAIL_PRICE * (cost.dense_row + cost.again_row))
 
 
 def most_hot(features: int, config: FFNConfig) -> int:
@@ -74,7 +102,7 @@ class CallTimes(NamedTuple):
     """Nanoseconds of one call after the gate projection, the choice not included.
 
     Attributes:
-      dense: in the dense engine.
+      dense: where it turns dense (the dense engine's own, too, but for compact residuals).
       walked: by lists and walk, long rows in the tail.
       hot: the same with the hottest neurons apart; infinite where none is hot.
     """
@@ -100,7 +128,7 @@ def call_times(
 ) -> CallTimes:
     """What the device's plan expects of a call of so many tokens with these counts as its sample.
 
-        walked = tokens (mean over n of min(n entry, 1.2 dense_row) + row) + fixed
+        walked = tokens (mean over n of min(n entry, 1.2 (dense_row + again_row)) + row) + fixed
         hot    = the same of n times the share of firings that are not of hot neurons, + hot_row
 
     Args:
@@ -126,4 +154,5 @@ def call_times(
         found = next((s for s in sets if len(s) <= most_hot(features, config)), fired[:0])
         if len(found):
             hot = walked(1 - int(found.sum()) / int(fired.sum())) + tokens * cost.hot_row
-    return CallTimes(tokens * cost.dense_row, walked(1.0), hot)
+    dense = cost.dense_call(config, training=training)
+    return CallTimes(tokens * dense, walked(1.0), hot)

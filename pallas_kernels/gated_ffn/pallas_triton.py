@@ -155,7 +155,7 @@ def _after_gate(x, pre, bias, up, down, *, gated: bool, config: FFNConfig, train
             few=few,
         )
         y, l1, *ups = pallas_triton_walk.walk(
-            *(plan.limit, long.count, nnz, columns, values, x, up, down),
+            *(plan.limit, long.counts, nnz, columns, values, x, up, down),
             None if hot is None else hot.y,
             gated=gated,
             warps=config.walk_warps,
@@ -171,7 +171,7 @@ def _after_gate(x, pre, bias, up, down, *, gated: bool, config: FFNConfig, train
             programs=tl.device_programs(),
         )
         if hot is not None:
-            is_long = is_deferred(long_rows.walk_limit(plan.limit, long.count, few), nnz)
+            is_long = is_deferred(long_rows.walk_limit(plan.limit, long.counts, few), nnz)
             l1 = jnp.where(is_long, l1, l1 + hot.l1)
             total = jnp.where(is_long, total, total + hot.nnz)
         lists = (nnz, columns, values, *ups) if training else ()

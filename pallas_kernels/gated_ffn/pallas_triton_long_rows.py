@@ -28,12 +28,12 @@ class LongRows(NamedTuple):
     """Rows that are not walked.
 
     Attributes:
-      count: (2,) int32, rows beyond the plan's limit; rows beyond `SHORT` alone.
+      counts: (2,) int32, rows beyond the plan's limit; rows beyond `SHORT` alone.
       rows: (M,) int32, the first kind's numbers; unspecified beyond their count.
       short: (`few_rows` or 1,) int32, the second kind's, as many as fit.
     """
 
-    count: Array
+    counts: Array
     rows: Array
     short: Array
 
@@ -43,27 +43,27 @@ def few_rows(dtype: Any) -> int:
     return _FEW if jnp.dtype(dtype).itemsize <= 2 else 0
 
 
-def walk_limit(limit: Any, count: Any, few: int) -> Any:
+def walk_limit(limit: Any, counts: Any, few: int) -> Any:
     """Rows with more entries than this go to the tail.
 
-    `limit` is the plan's, `count` as in `LongRows`; with `few` 0 the second kind is not told apart.
+    `limit` is the plan's, `counts` as in `LongRows`; with `few` 0 the second kind is not told apart.
     """
     if not few:
         return limit
-    are_few = (count[0] + count[1] <= few).astype(jnp.int32)
+    are_few = (counts[0] + counts[1] <= few).astype(jnp.int32)
     return are_few * jnp.minimum(limit, SHORT) + (1 - are_few) * limit
 
 
-def number(count: Any, few: int) -> Any:
-    """Rows of the tail; `count` holds no second kind where it is not told apart."""
-    are_few = (count[0] + count[1] <= few).astype(jnp.int32)
-    return count[0] + are_few * count[1]
+def number(counts: Any, few: int) -> Any:
+    """Rows of the tail; `counts` holds no second kind where it is not told apart."""
+    are_few = (counts[0] + counts[1] <= few).astype(jnp.int32)
+    return counts[0] + are_few * counts[1]
 
 
-def row_at(count: Any, rows_ref: Any, short_ref: Any, slot: Any, live: Any, other: int) -> Any:
+def row_at(counts: Any, rows_ref: Any, short_ref: Any, slot: Any, live: Any, other: int) -> Any:
     """Row numbers of the tail's slots, `other` where not live; inside a kernel."""
-    beyond = slot >= count[0]
+    beyond = slot >= counts[0]
     first = tl.load(rows_ref.at[slot], mask=live & ~beyond, other=other)
-    at = jnp.where(beyond, slot - count[0], 0)
+    at = jnp.where(beyond, slot - counts[0], 0)
     second = tl.load(short_ref.at[at], mask=live & beyond, other=other)
     return jnp.where(beyond, second, first)

@@ -68,8 +68,7 @@ def _decide(
     # The limit, in units of a walked entry of the forward pass: a tail row costs F / 77 of them; a
     # tail that is not empty takes 0.65 us per 64 of its two depths before its size matters.
     even = max(1, features // 77)
-    entry_ns = 0.88 * width / 2048
-    tail_entries = 650 * (width + features) / 64 / entry_ns
+    tail_entries = 650 * (width + features) / 64 / costs(width, features, training=False).entry
     saved = mean(jnp.maximum(walked - even, 0.0)) * tokens
     low = min(even, config.list_width)
     short = (saved > tail_entries).astype(jnp.int32)
@@ -86,7 +85,7 @@ def _decide(
     if rule != "choose":
         return 0 * short + rule, limit
     best = jnp.where(take_hot > 0, hot, plain)
-    sparse = (best < cost.dense_row).astype(jnp.int32)
+    sparse = (best < cost.dense_call(config, training=training)).astype(jnp.int32)
     return sparse * (SPARSE + take_hot * (HOT - SPARSE)), limit
 
 

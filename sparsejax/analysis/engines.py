@@ -51,7 +51,7 @@ def engine_estimates(
     """Times of both engines for every ReLU layer, in order, by the engine's own cost model.
 
         dense  = tokens dense_row
-        sparse = tokens (mean of min(n entry, 1.2 dense_row) + row) + fixed + choice
+        sparse = tokens (mean of min(n entry, 1.2 (dense_row + again_row)) + row) + fixed + choice
 
     over the tokens of `stats`, n active neurons each; where the layer's hottest neurons are cheaper
     apart, that way's price (`pallas_kernels.gated_ffn.cost`). Prices were measured in bfloat16 on
@@ -114,7 +114,8 @@ def _estimate(
     config: ModelConfig, ffn: FFNConfig, found: LayerActivations, tokens: int, training: bool
 ) -> EngineEstimate:
     width, dtype = config.d_model, config.dtype
-    launch = configs.default(tokens, width, ffn.d_ff, dtype)
+    # With full residuals a dense call costs what the dense engine does.
+    launch = dataclasses.replace(configs.default(tokens, width, ffn.d_ff, dtype), residuals="full")
     times = call_times(
         found.histogram, found.fired, tokens=tokens, width=width, config=launch, training=training
     )

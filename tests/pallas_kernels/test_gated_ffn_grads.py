@@ -38,7 +38,7 @@ HOT = jnp.array([3, 40, 41, 96])
 @pytest.fixture(autouse=True)
 def small_is_worth_it(monkeypatch):
     """At these sizes the real costs would make every call dense: here that pays from 30 entries."""
-    costs = Costs(entry=1.0, row=0.0, dense_row=30.0, hot_row=0.5, fixed=0.0)
+    costs = Costs(1.0, row=0.0, dense_row=30.0, again_row=0.0, hot_row=0.5, fixed=0.0)
     monkeypatch.setattr(pallas_triton_plan, "costs", lambda *_, **__: costs)
 
 
