@@ -113,13 +113,17 @@ def plot_speed(rows: Sequence[Record], path: Path) -> Figure:
     names = list(dict.fromkeys(_where_run(r) for r in sparse))
     kinds = list(dict.fromkeys(map(_speed_kind, sparse)))
     checkpoints = list(dict.fromkeys(checkpoint for checkpoint, *_ in kinds))
+    measured = {(_where_run(r), _speed_kind(r)) for r in sparse}
     # Numbers stand above bars.
     figure = Figure(figsize=(max(11.0, 3 + 2 * len(kinds)), 4.5), layout="constrained")
     speed, energy = figure.subplots(1, 2)
     width = 0.8 / max(len(kinds), 1)
     for k, (checkpoint, pruned, variant) in enumerate(kinds):
         found = {_where_run(r): r for r in sparse if _speed_kind(r) == kinds[k]}
-        x = np.array([names.index(n) for n in found]) + (k - (len(kinds) - 1) / 2) * width
+        # A group's bars stand around its name, those that were not measured left out.
+        groups = [[i for i, kind in enumerate(kinds) if (n, kind) in measured] for n in found]
+        places = [g.index(k) - (len(g) - 1) / 2 for g in groups]
+        x = np.array([names.index(n) for n in found]) + np.array(places) * width
         label = f"{checkpoint}{', dead neurons dropped' if pruned else ''}"
         label += ", engines picked" if variant == "picked" else ""
         label += f" (nnz {np.mean([np.mean(r['nnz_seen']) for r in found.values()]):.0f})"
@@ -133,14 +137,13 @@ def plot_speed(rows: Sequence[Record], path: Path) -> Figure:
         speed.bar(x, ratios, yerr=bars(ratios, *ends), label=label, **style)
         for at, top, ratio, r in zip(x, ends[1], ratios, found.values(), strict=True):
             note = f"{ratio:.2f}\n{r['sparse_layers']:g}/{len(r['d_ff'])}"
-            note += " sparse" if len(kinds) <= 4 else ""
             speed.annotate(note, (at, top), ha="center", va="bottom", fontsize=7)
         joules = [r.get("energy_ratio") for r in found.values()]
         if all(j is not None for j in joules):
             energy.bar(x, joules, label=label, **style)
     for axes, title in (
-        (speed, "speed over the fastest dense form (bars: least to most; n/m layers sparse)"),
-        (energy, "energy per token over that of the fastest dense form"),
+        (speed, "speed over the fastest dense form\n(bars: least to most; n/m layers sparse)"),
+        (energy, "energy per token over that of\nthe fastest dense form"),
     ):
         axes.axhline(1, color="black", lw=0.8)
         axes.set_xticks(range(len(names)), names, fontsize=8)
@@ -170,6 +173,7 @@ def plot_size(
         axes.errorbar(x, gains, yerr=error, fmt="o-", label="here (bars: least to most)")
         axes.axhline(0, color="black", lw=0.8)
         axes.set_xticks(range(len(sizes)), sizes)
+        axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
         axes.set(xlabel="size", ylabel="% more tokens per second", title=mode)
     return finish(figure, path, rows)
 
