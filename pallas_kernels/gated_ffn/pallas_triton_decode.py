@@ -100,14 +100,17 @@ def _hidden_dot_kernel(*refs, gated, biased, token_block, block, depth, together
     token = token_group * token_block + lax.broadcasted_iota(jnp.int32, (token_block,), 0)
     neuron = program * block + lax.broadcasted_iota(jnp.int32, (block,), 0)
     live, real = token < count, neuron < features
-    rows, neurons = jnp.minimum(token, count - 1), jnp.minimum(neuron, features - 1)
+    neurons = jnp.minimum(neuron, features - 1)
+    # Rows past the tokens are not read: as copies of the last one, every program asked the same
+    # few sectors of L2 for it up to 16 times.
+    within = {"mask": live[:, None], "other": 0.0} if count % token_block else {}
 
     def project(weight_refs, steps, used=None):
         mask = {} if used is None else {"mask": used[:, None], "other": 0.0}
 
         def step(k, sums):
             column = k * depth + lax.broadcasted_iota(jnp.int32, (depth,), 0)
-            right = x_ref[rows, pl.ds(k * depth, depth)]
+            right = tl.load(x_ref.at[token[:, None], column[None, :]], **within)
             tiles = [tl.load(w.at[neurons[:, None], column[None, :]], **mask) for w in weight_refs]
             return [
                 total + tl.dot(tile, right, trans_b=True)

@@ -46,7 +46,7 @@ def few_rows(dtype: Any) -> int:
 def walk_limit(limit: Any, counts: Any, few: int) -> Any:
     """Rows with more entries than this go to the tail.
 
-    `limit` is the plan's, `counts` as in `LongRows`; with `few` 0 the second kind is not told apart.
+    `limit` is the plan's, `counts` as in `LongRows`; with `few` 0 there is no second kind.
     """
     if not few:
         return limit

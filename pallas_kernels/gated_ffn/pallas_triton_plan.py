@@ -24,7 +24,7 @@ from pallas_kernels.gated_ffn.cost import HOT_GAIN, LEVELS, costs, most_hot, row
 
 DENSE, SPARSE, HOT = range(3)
 _SAMPLE = 256  # rows
-_CHUNK = 2048
+_CHUNK = 8192
 
 
 class Plan(NamedTuple):
@@ -103,42 +103,39 @@ def _plan_kernel(
         at = k * chunk + lane
         return tl.load(fired_ref.at[at], mask=at < features, other=0)
 
+    # One program does all of this, so its time is the number of sums over a block.
     def count(k, carry):
-        total, sums = carry
+        total, numbers = carry
         here = fired(k)
-        total += jnp.sum(here)
-        above = [here > level for level in levels]
-        return total, [
-            (number + jnp.sum(a.astype(jnp.int32)), firings + jnp.sum(jnp.where(a, here, 0)))
-            for a, (number, firings) in zip(above, sums, strict=True)
-        ]
+        above = [jnp.sum((here > level).astype(jnp.int32)) for level in levels]
+        return total + jnp.sum(here), [n + a for n, a in zip(numbers, above, strict=True)]
 
     zero = jnp.int32(0)
-    total, sums = lax.fori_loop(0, chunks, count, (zero, [(zero, zero)] * len(levels)))
+    total, numbers = lax.fori_loop(0, chunks, count, (zero, [zero] * len(levels)))
     # The lowest level whose neurons fit; from the highest down, so that the last one wins.
-    level, hot_number, hot_firings = total * 0 + 2**30, total * 0, total * 0
-    for bound, (number, firings) in list(zip(levels, sums, strict=True))[::-1]:
+    level = total * 0 + 2**30
+    for bound, number in list(zip(levels, numbers, strict=True))[::-1]:
         fits = (number <= most).astype(jnp.int32)
         level = fits * bound + (1 - fits) * level
-        hot_number = fits * number + (1 - fits) * hot_number
-        hot_firings = fits * firings + (1 - fits) * hot_firings
-    cold = (total - hot_firings).astype(jnp.float32)
-    cold_share = cold / jnp.maximum(total.astype(jnp.float32), 1.0)
-    enough = (hot_number > 0).astype(jnp.int32)
-    way, limit = _decide(nnz, cold_share, enough, sample=sample, features=features, **shape)
-    way_ref[0] = way
-    limit_ref[0] = limit
 
-    def write(k, rank):
-        is_hot = fired(k) > level
+    def write(k, carry):
+        rank, firings = carry
+        here = fired(k)
+        is_hot = here > level
         at = rank + lax.cumsum(is_hot.astype(jnp.int32), axis=0) - 1
         # Masked-out lanes point outside.
         tl.store(hot_ref.at[jnp.where(is_hot, at, most + lane)], k * chunk + lane, mask=is_hot)
         word = k * (chunk // 32) + lax.broadcasted_iota(jnp.int32, (chunk // 32,), 0)
         tl.store(words_ref.at[word], tl.pack_bits(is_hot), mask=word < words_ref.shape[0])
-        return rank + jnp.sum(is_hot.astype(jnp.int32))
+        number = jnp.sum(is_hot.astype(jnp.int32))
+        return rank + number, firings + jnp.sum(jnp.where(is_hot, here, 0))
 
-    found = lax.fori_loop(0, chunks, write, zero)
+    found, firings = lax.fori_loop(0, chunks, write, (zero, zero))
+    cold_share = (total - firings).astype(jnp.float32) / jnp.maximum(total, 1).astype(jnp.float32)
+    enough = (found > 0).astype(jnp.int32)
+    way, limit = _decide(nnz, cold_share, enough, sample=sample, features=features, **shape)
+    way_ref[0] = way
+    limit_ref[0] = limit
     slot = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(most),), 0)
     padding = slot >= found
     at = jnp.where(padding, slot, most + chunk + slot)
