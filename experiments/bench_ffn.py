@@ -4,6 +4,7 @@
     python experiments/bench_ffn.py --mode train --nnz 15 30 60 --pattern powerlaw
     python experiments/bench_ffn.py --tokens 1 8 32 --nnz 30          # decode
     python experiments/bench_ffn.py --pattern real --masks FILE.npz   # stored activation patterns
+    python experiments/bench_ffn.py --pattern real --masks FILE.npz --mode train --d-model 1024
 
 Up to 64 tokens, forward: 4 passes through --layers in one program, each call waiting for the last.
 Engine and dense forms take turns inside every repetition, so that clocks and caches treat them
@@ -155,9 +156,8 @@ def errors(flags: Flags, programs: dict[str, Any], args: Any) -> dict[str, Any]:
     return seen | errors
 
 
-def bench_real(flags: Flags, tokens: int) -> Iterator[tuple[float, list[dict]]]:
-    """Stored masks, layer by layer, given to the stages after the gate; the gate timed beside."""
-    dtype = jnp.dtype(flags.dtype)
+def stored_masks(flags: Flags) -> np.ndarray:
+    """(layers, sequences, tokens, F) booleans of --masks."""
     if not flags.masks.is_file():
         raise SystemExit(f"bench_ffn.py: --masks {flags.masks}: there is no such file")
     try:
@@ -167,6 +167,38 @@ def bench_real(flags: Flags, tokens: int) -> Iterator[tuple[float, list[dict]]]:
             f"--masks {flags.masks}: expected an .npz file with an array 'bits', uint8 (layers, "
             "sequences, tokens, F / 8), as numpy.packbits makes it"
         ) from None
+    return bits
+
+
+def bench_real_training(flags: Flags, tokens: int) -> Iterator[tuple[float, list[dict]]]:
+    """The whole op on inputs that fire the stored masks of the first D tokens, layer by layer."""
+    dtype, bits = jnp.dtype(flags.dtype), stored_masks(flags)
+    features = bits.shape[-1]
+    keys = jax.random.split(jax.random.key(0), 3)
+    _, up, down = bench.random_weights(keys[0], flags.d_model, features, dtype)
+    dl1 = jnp.full((tokens,), 1e-3, jnp.float32)
+    dy = jax.random.normal(keys[1], (tokens, flags.d_model)).astype(dtype)
+
+    def arguments(index: int) -> tuple[Any, ...]:
+        masks = bits[index].reshape(-1, features)[: flags.d_model]
+        x, gate = bench.mask_inputs(keys[2], masks, flags.d_model, dtype)
+        return x[jnp.arange(tokens) % len(masks)], gate, up, down, dy, dl1
+
+    first = arguments(0)
+    forms = bench.train_forms(flags.implementation)
+    built = bench.compile_all({name: jax.jit(form).lower(*first) for name, form in forms.items()})
+    programs = {name: program for name, (program, _) in built.items()}
+    seconds = {name: time for name, (_, time) in built.items()}
+    for index in range(len(bits)):
+        args = arguments(index)
+        times = bench.in_turns(programs, {n: args for n in programs}, flags.repeats, flags.calls)
+        checked = errors(flags, programs, args) | {"layer": index, "d_ff": features}
+        yield checked["nnz"], [r | checked for r in summary(times, seconds, 1)]
+
+
+def bench_real(flags: Flags, tokens: int) -> Iterator[tuple[float, list[dict]]]:
+    """Stored masks, layer by layer, given to the stages after the gate; the gate timed beside."""
+    dtype, bits = jnp.dtype(flags.dtype), stored_masks(flags)
     features, layers = bits.shape[-1], flags.layers
     weights = bench.random_weights(jax.random.key(0), flags.d_model, features, dtype)
     xs = [
@@ -246,7 +278,8 @@ def main(flags: Flags) -> None:
     about |= {"d_model": flags.d_model, "d_ff": flags.d_ff}
     rows = []
     for tokens in flags.tokens:
-        cases = bench_real if flags.pattern == "real" else bench_op
+        real = bench_real_training if flags.mode == "train" else bench_real
+        cases = real if flags.pattern == "real" else bench_op
         for nnz, new in cases(flags, tokens):
             rows += [about | {"tokens": tokens, "nnz_asked": nnz} | r for r in new]
             for r in new:

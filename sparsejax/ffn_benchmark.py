@@ -91,6 +91,23 @@ def random_tokens(key: Array, tokens: int, width: int, dtype: Any) -> Array:
     return jax.random.normal(key, (tokens, width)).at[:, 0].set(ANCHOR).astype(dtype)
 
 
+def mask_inputs(key: Array, masks: np.ndarray, width: int, dtype: Any) -> tuple[Array, Array]:
+    """x (T, D) and gate (F, D) whose pre-activations have the signs of masks (T, F), T up to D.
+
+    x = sqrt(D) Q with orthonormal rows Q, gate = s^T x / D, so x gate^T = s: normal in size, 0.1 at
+    least, where rounding in bfloat16 moves it by some 0.002.
+    """
+    count = len(masks)
+    if count > width:
+        raise ValueError(f"masks of {count} tokens: at most D = {width} can be met exactly")
+    keys = jax.random.split(key)
+    x = jnp.linalg.qr(jax.random.normal(keys[0], (width, count)))[0].T * width**0.5
+    size = jnp.abs(jax.random.normal(keys[1], masks.shape)) + 0.1
+    with jax.default_matmul_precision("highest"):
+        gate = jnp.where(masks, size, -size).T @ x / width
+    return x.astype(dtype), gate.astype(dtype)
+
+
 def forward_forms(implementation: str) -> dict[str, Callable[..., Any]]:
     """name -> function of (x, gate, up, down): the engine and the dense opponents."""
 

@@ -63,6 +63,31 @@ def test_stored_masks_are_what_the_stages_see(script, tmp_path, monkeypatch):
         assert row["d_ff"] == 64  # of the masks, whatever the flag says
 
 
+def test_stored_masks_are_met_in_training(script, tmp_path):
+    masks = np.random.default_rng(0).random((2, 40, 64)) < 0.1
+    masks[1, 3] = True
+    file = tmp_path / "masks.npz"
+    np.savez(file, bits=np.packbits(masks, axis=-1))
+    rows = run(script, tmp_path, mode="train", pattern="real", masks=file, tokens=(70,))
+    engines = [r for r in rows if r["implementation"] == "engine"]
+    assert [r["layer"] for r in engines] == [0, 1]
+    for row, mask in zip(engines, masks, strict=True):
+        # D = 32: the first 32 tokens, again and again.
+        assert row["nnz"] == pytest.approx(mask[np.arange(70) % 32].sum(axis=1).mean())
+        assert row["d_ff"] == 64 and max(row["error"].values()) < 0.02
+
+
+def test_inputs_fire_what_masks_say():
+    masks = np.random.default_rng(0).random((48, 200)) < 0.2
+    x, gate = ffn_benchmark.mask_inputs(jax.random.key(0), masks, 48, jnp.bfloat16)
+    assert x.dtype == gate.dtype == jnp.bfloat16
+    pre = np.array(x, np.float64) @ np.array(gate, np.float64).T
+    np.testing.assert_array_equal(pre > 0, masks)
+    assert np.abs(pre).min() > 0.08
+    with pytest.raises(ValueError, match="48 tokens: at most D = 32"):
+        ffn_benchmark.mask_inputs(jax.random.key(0), masks, 32, jnp.bfloat16)
+
+
 @pytest.mark.parametrize("nnz", [3.0, 40.0])
 def test_power_law_rates(nnz):
     rates = ffn_benchmark.firing_rates("powerlaw", 256, nnz)
