@@ -5,6 +5,7 @@
     python experiments/bench_ffn.py --tokens 1 8 32 --nnz 30          # decode
     python experiments/bench_ffn.py --pattern real --masks FILE.npz   # stored activation patterns
     python experiments/bench_ffn.py --pattern real --masks FILE.npz --mode train --d-model 1024
+    python experiments/bench_ffn.py --smoke                           # tiny shapes, runs on a CPU
 
 Up to 64 tokens, forward: 4 passes through --layers in one program, each call waiting for the last.
 Engine and dense forms take turns inside every repetition, so that clocks and caches treat them
@@ -14,6 +15,7 @@ all tokens: y, l1, dx, dgate, dup, ddown.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -27,10 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from pallas_kernels import UnsupportedError, gated_ffn
+from pallas_kernels import UnsupportedError, gated_ffn, interpret
 from sparsejax import ffn_benchmark as bench
-from sparsejax.studies.flags import PICTURES, at_least, check_file
+from sparsejax.studies.flags import PICTURES, at_least, check_file, check_gpu, with_smoke
 
+SMOKE: dict[str, Any] = {"tokens": (96, 2), "d_model": 64, "d_ff": 128, "nnz": (4.0, 16.0)}
+SMOKE |= {"layers": 2, "repeats": 2, "calls": 1}
 GRADIENTS = ("y", "l1", "dx", "dgate", "dup", "ddown")
 
 
@@ -53,6 +57,7 @@ class Flags:
       calls: calls per repetition.
       out: JSON lines, appended.
       plot: time against nnz with the break-even marked.
+      smoke: tiny shapes; without a GPU kernels are interpreted.
     """
 
     mode: Literal["forward", "train"] = "forward"
@@ -69,6 +74,7 @@ class Flags:
     calls: int = 10
     out: Path | None = None
     plot: Path | None = None
+    smoke: bool = False
 
 
 def summary(times: dict[str, list[float]], seconds: dict[str, float], layers: int) -> list[dict]:
@@ -159,7 +165,7 @@ def errors(flags: Flags, programs: dict[str, Any], args: Any) -> dict[str, Any]:
 def stored_masks(flags: Flags) -> np.ndarray:
     """(layers, sequences, tokens, F) booleans of --masks."""
     if not flags.masks.is_file():
-        raise SystemExit(f"bench_ffn.py: --masks {flags.masks}: there is no such file")
+        raise ValueError(f"--masks {flags.masks}: there is no such file")
     try:
         bits = np.unpackbits(np.load(flags.masks)["bits"], axis=-1).astype(bool)
     except (ValueError, KeyError, IndexError):
@@ -266,20 +272,33 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def main(flags: Flags) -> None:
-    """Runs every combination, prints a table and writes rows."""
+    """Checks flags, runs every combination, prints a table and writes rows."""
     at_least(flags, 1, "tokens", "d_model", "d_ff", "layers", "repeats", "calls")
     at_least(flags, 0, "nnz")
     check_file("--out", flags.out)
     check_file("--plot", flags.plot, *PICTURES)
+    if flags.smoke:
+        flags = with_smoke(flags, **SMOKE)
+    elif flags.implementation == "triton":
+        check_gpu("the sparse engine")
+    interpreted = flags.smoke and jax.default_backend() != "gpu"
+    with interpret() if interpreted else contextlib.nullcontext():
+        rows = run(flags)
+    if flags.plot:
+        plot(rows, flags.plot)
+
+
+def run(flags: Flags) -> list[dict[str, Any]]:
+    """Every combination's rows, printed and written as they come."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     sha = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     about = {"kernel": f"gated_ffn_{flags.mode}", "device": jax.devices()[0].device_kind}
     about |= {"jax": jax.__version__, "git": sha, "pattern": flags.pattern, "dtype": flags.dtype}
     about |= {"d_model": flags.d_model, "d_ff": flags.d_ff}
+    real = bench_real_training if flags.mode == "train" else bench_real
+    cases = real if flags.pattern == "real" else bench_op
     rows = []
     for tokens in flags.tokens:
-        real = bench_real_training if flags.mode == "train" else bench_real
-        cases = real if flags.pattern == "real" else bench_op
         for nnz, new in cases(flags, tokens):
             rows += [about | {"tokens": tokens, "nnz_asked": nnz} | r for r in new]
             for r in new:
@@ -288,8 +307,7 @@ def main(flags: Flags) -> None:
             if flags.out:
                 with flags.out.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in rows[-len(new) :])
-    if flags.plot:
-        plot(rows, flags.plot)
+    return rows
 
 
 if __name__ == "__main__":

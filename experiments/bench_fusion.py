@@ -30,7 +30,7 @@ from sparsejax.config import FFNConfig, LayerConfig, ModelConfig
 from sparsejax.modules import Layer, Options
 from sparsejax.params import init_params, param_shapes
 from sparsejax.sharding import MeshConfig, constrain, make_mesh, tree_shardings
-from sparsejax.studies.flags import at_least, check_devices, check_file
+from sparsejax.studies.flags import at_least, check_devices, check_file, with_smoke
 from sparsejax.studies.timing import in_turns
 from sparsejax.types import Params
 
@@ -155,7 +155,7 @@ def main(args: list[str] | None = None) -> None:
     """Parses flags, runs, prints a table and writes rows."""
     flags = tyro.cli(Flags, args=args)
     if flags.smoke:
-        flags = dataclasses.replace(flags, **SMOKE)
+        flags = with_smoke(flags, **SMOKE)
     check_file("--out", flags.out)
     command = ["git", "rev-parse", "--short", "HEAD"]
     sha = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

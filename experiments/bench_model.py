@@ -28,7 +28,7 @@ from pallas_kernels import UnsupportedError
 from sparsejax import benchmark
 from sparsejax.calibrate import measured_profile
 from sparsejax.config import ModelConfig
-from sparsejax.studies.flags import at_least, check_file, check_gpu, first_layers
+from sparsejax.studies.flags import at_least, check_file, check_gpu, first_layers, with_smoke
 from sparsejax.studies.timing import time_variants
 from sparsejax.training.config import TrainConfig
 
@@ -140,7 +140,7 @@ def main(args: list[str] | None = None) -> None:
     """Parses flags, runs, prints a table and writes rows."""
     flags = tyro.cli(Flags, args=args)
     if flags.smoke:
-        flags = dataclasses.replace(flags, **SMOKE)
+        flags = with_smoke(flags, **SMOKE)
     if flags.seq_len is None:
         flags = dataclasses.replace(flags, seq_len=1024 if flags.mode == "decode" else 2048)
     check_file("--out", flags.out)

@@ -41,6 +41,7 @@ from sparsejax.studies.flags import (
     check_gpu,
     first_layers,
     not_empty,
+    with_smoke,
 )
 from sparsejax.training.config import TrainConfig
 
@@ -250,7 +251,7 @@ def main(args: list[str] | None = None) -> None:
     """Parses flags, runs, prints a table, writes rows and a figure."""
     flags = tyro.cli(Flags, args=args)
     if flags.smoke:
-        flags = dataclasses.replace(flags, **SMOKE)
+        flags = with_smoke(flags, **SMOKE)
     figure = flags.out.with_suffix(".png") if flags.out else None
     if figure is not None and figure == flags.out:
         raise ValueError(f"--out {flags.out} is where the figure goes; name a .jsonl file")

@@ -35,6 +35,7 @@ from sparsejax.studies.flags import (
     check_window,
     own_settings,
     smoke_results,
+    with_smoke,
 )
 from sparsejax.studies.fusing import best_window
 from sparsejax.studies.quality import held_out, num_tokens, windows
@@ -86,7 +87,7 @@ def smoke(args: Args) -> Args:
     setting = dataclasses.replace(SMOKE, runs=args.results / "runs", data=args.setting.data)
     small: dict[str, Any] = {"window": 3, "multiple": 1, "rows": 1, "reps": 2}
     small |= {"analysis_batches": 1, "recovery": Recovery(recover_steps=2), "held_out_batches": 2}
-    return dataclasses.replace(args, setting=setting, **small)
+    return with_smoke(args, setting=setting, **small)
 
 
 def recovery_of(args: Args) -> Recovery:

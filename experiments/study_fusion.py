@@ -39,6 +39,7 @@ from sparsejax.studies.flags import (
     check_window,
     own_settings,
     smoke_results,
+    with_smoke,
 )
 from sparsejax.studies.fusing import Change, best_window, changes
 from sparsejax.studies.quality import held_out, num_tokens, windows
@@ -95,7 +96,7 @@ def smoke(args: Args) -> Args:
         "held_out_batches": 2,
         "reps": 2,
     }
-    return dataclasses.replace(args, setting=setting, **small)
+    return with_smoke(args, setting=setting, **small)
 
 
 class Study:

@@ -30,6 +30,7 @@ from sparsejax.studies.flags import (
     first_layers,
     not_empty,
     smoke_results,
+    with_smoke,
 )
 from sparsejax.studies.records import Budget, Records, write_csv
 from sparsejax.studies.timing import time_variants
@@ -89,7 +90,7 @@ def smoke(args: Args) -> Args:
     args = dataclasses.replace(args, results=smoke_results(args.results))
     small: dict[str, Any] = {"presets": ("tiny",), "modes": ("forward",), "layers": 1}
     small |= {"batch_size": 2, "seq_len": 32, "reps": 2, "calls": 1, "energy_seconds": 0.0}
-    return dataclasses.replace(args, **small)
+    return with_smoke(args, **small)
 
 
 def measure(args: Args, preset: str, mode: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from sparsejax.studies.flags import (
     check_setting,
     not_empty,
     smoke_results,
+    with_smoke,
 )
 from sparsejax.studies.records import Budget, Records, write_csv
 from sparsejax.studies.sweep import RunSpec, Setting, compile_cache, run_record, select, train_run
@@ -92,7 +93,7 @@ def smoke(args: Args) -> Args:
     setting = dataclasses.replace(
         SMOKE, runs=args.results / "runs", data=args.setting.data, implementation="xla"
     )
-    return dataclasses.replace(
+    return with_smoke(
         args,
         setting=setting,
         l1=(0.0, 1e-2),

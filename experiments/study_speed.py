@@ -36,6 +36,7 @@ from sparsejax.studies.flags import (
     check_setting,
     not_empty,
     smoke_results,
+    with_smoke,
 )
 from sparsejax.studies.quality import engine_errors, held_out, windows
 from sparsejax.studies.records import Budget, Records, write_csv
@@ -96,7 +97,7 @@ def smoke(args: Args) -> Args:
         "calls": 1,
         "energy_seconds": 0.0,
     }
-    return dataclasses.replace(args, setting=setting, **small)
+    return with_smoke(args, setting=setting, **small)
 
 
 def cases(args: Args) -> list[tuple[Mode, benchmark.Shape]]:

@@ -36,7 +36,7 @@ import tyro
 from pallas_kernels import UnsupportedError, interpret, tuning
 from pallas_kernels.gated_ffn import config as configs
 from sparsejax import ffn_tuning as lib
-from sparsejax.studies.flags import at_least, check_file, check_gpu
+from sparsejax.studies.flags import at_least, check_file, check_gpu, with_smoke
 
 SMOKE: dict[str, Any] = {"d_model": 32, "d_ff": 128, "nnz": (4.0, 8.0), "repeats": 2, "calls": 1}
 SMOKE_TOKENS = 96
@@ -209,7 +209,7 @@ def main(flags: Flags) -> None:
     at_least(flags, 0, "time_limit")
     check_file("--out", flags.out)
     if flags.smoke:
-        flags = dataclasses.replace(flags, tokens=min(flags.tokens, SMOKE_TOKENS), **SMOKE)
+        flags = with_smoke(flags, tokens=min(flags.tokens, SMOKE_TOKENS), **SMOKE)
     else:
         check_gpu("tuning")
     size = (flags.tokens, flags.d_model, flags.d_ff)

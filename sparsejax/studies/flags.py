@@ -136,6 +136,28 @@ def check_file(flag: str, path: Path | None, *suffixes: str) -> None:
             raise ValueError(f"{flag} {path} cannot be written ({error.strerror})") from None
 
 
+def with_smoke(args: Any, **values: Any) -> Any:
+    """`args` with the values of a smoke test.
+
+    Raises:
+      ValueError: a flag was given that they would replace without a word.
+    """
+    default = type(args)()
+    for name, new in values.items():
+        _refuse_replaced(name, getattr(args, name), getattr(default, name), new)
+    return dataclasses.replace(args, **values)
+
+
+def _refuse_replaced(name: str, given: Any, default: Any, new: Any) -> None:
+    if dataclasses.is_dataclass(given):
+        for inner in dataclasses.fields(given):
+            _refuse_replaced(inner.name, *(getattr(v, inner.name) for v in (given, default, new)))
+    elif given not in (default, new):
+        raise ValueError(
+            f"{_flag(name)} {given} beside --smoke, which sets {new} there: leave one of them out"
+        )
+
+
 def smoke_results(results: Path) -> Path:
     """Where a smoke run writes: not among real results, unless it was told to."""
     return Path("runs/smoke") if results == RESULTS else results

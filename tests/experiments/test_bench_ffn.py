@@ -124,11 +124,33 @@ def test_refused_before_anything_is_timed(script, tmp_path, monkeypatch, changes
 
 
 def test_a_missing_file_is_named(script, tmp_path):
-    with pytest.raises(SystemExit, match=r"absent\.npz: there is no such file"):
+    with pytest.raises(ValueError, match=r"absent\.npz: there is no such file"):
         run(script, tmp_path, pattern="real", masks=tmp_path / "absent.npz")
     (tmp_path / "notes.txt").write_text("no masks")
     with pytest.raises(ValueError, match=r"notes.txt: expected an .npz file with an array 'bits'"):
         run(script, tmp_path, pattern="real", masks=tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize("mode", ["forward", "train"])
+def test_smoke(script, tmp_path, mode):
+    out = tmp_path / "rows.jsonl"
+    script.main(script.Flags(mode=mode, smoke=True, out=out))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    asked = {(r["tokens"], r["nnz_asked"]) for r in rows if r["implementation"] == "engine"}
+    assert asked == {(t, n) for t in (96, 2) for n in (4.0, 16.0)}
+    for row in rows:
+        errors = row["error"] if mode == "train" else {"y": row["error"]}
+        assert 0 < max(errors.values()) < 0.02, row  # the sparse engine, interpreted
+
+
+def test_flags_beside_smoke_that_it_would_replace(script):
+    with pytest.raises(ValueError, match=r"--repeats 7 beside --smoke, which sets 2 there"):
+        script.main(script.Flags(smoke=True, repeats=7))
+
+
+def test_the_sparse_engine_without_a_gpu(script):
+    with pytest.raises(ValueError, match="the sparse engine needs a CUDA device"):
+        script.main(script.Flags())
 
 
 def test_chained_calls_keep_their_inputs_and_wait_for_each_other(script):

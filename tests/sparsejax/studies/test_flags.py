@@ -21,6 +21,7 @@ from sparsejax.studies.flags import (
     not_empty,
     own_settings,
     smoke_results,
+    with_smoke,
 )
 from sparsejax.studies.stages import Recovery
 from sparsejax.studies.sweep import Setting
@@ -134,3 +135,24 @@ def test_the_first_layers_of_a_model():
         ValueError, match=r"^--layers must be at most the 4 layers of 'tiny', got 5$"
     ):
         first_layers(model, 5, "tiny")
+
+
+def test_a_smoke_test_replaces_no_flag_without_a_word():
+    @dataclasses.dataclass(frozen=True)
+    class Inner:
+        steps: int = 600
+        data: str = "stdlib"
+
+    @dataclasses.dataclass(frozen=True)
+    class Args:
+        inner: Inner = Inner()
+        sizes: tuple[int, ...] = (2, 4)
+        out: str | None = None
+
+    small = {"inner": Inner(steps=4), "sizes": (1,)}
+    assert with_smoke(Args(out="x"), **small) == Args(Inner(steps=4), (1,), "x")
+    assert with_smoke(Args(sizes=(1,)), **small).sizes == (1,)
+    with pytest.raises(ValueError, match=r"--sizes \(3,\) beside --smoke, which sets \(1,\) there"):
+        with_smoke(Args(sizes=(3,)), **small)
+    with pytest.raises(ValueError, match="--steps 9 beside --smoke, which sets 4"):
+        with_smoke(Args(Inner(steps=9)), **small)
