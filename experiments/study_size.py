@@ -27,6 +27,7 @@ from sparsejax.studies.flags import (
     RESULTS,
     at_least,
     check_folder,
+    check_gpu,
     first_layers,
     not_empty,
     smoke_results,
@@ -154,6 +155,8 @@ def main(args: Args) -> int:
     for preset in args.presets:
         first_layers(presets.get(preset), args.layers, preset)
     check_folder("--results", args.results)
+    if not args.smoke:
+        check_gpu("timing the sparse engine")
     budget, records = Budget(args.time_limit), Records(args.results / "study_size.jsonl")
     for preset in args.presets:
         for mode in args.modes:

@@ -33,6 +33,7 @@ from sparsejax.studies.flags import (
     RESULTS,
     at_least,
     check_folder,
+    check_gpu,
     check_setting,
     not_empty,
     smoke_results,
@@ -201,6 +202,8 @@ def main(args: Args) -> int:
             f"{args.setting.seq_len}: they must be fewer"
         )
     check_folder("--results", args.results)
+    if not args.smoke:
+        check_gpu("timing the sparse engine")
     budget, records = Budget(args.time_limit), Records(args.results / "study_speed.jsonl")
     held = open_source(args.setting.data, "val")
     measuring = {name: getattr(args, name) for name in ("reps", "calls", "energy_seconds")}

@@ -59,7 +59,6 @@ def train(
       FileNotFoundError: no such data, or `resume` without a whole checkpoint.
       NonFiniteLossError: names the step and the last good checkpoint.
     """
-    say(f"reading {config.data}")
     run = prepare(config)
     if make_objective is not None:
         run = dataclasses.replace(run, objective=make_objective(run))

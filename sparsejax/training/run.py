@@ -215,6 +215,7 @@ def prepare(config: TrainConfig) -> Run:
         trace = functools.partial(forward, model, options=config.options())
         jax.eval_shape(trace, template.params, tokens)
     assert config.data is not None  # resolved
+    say(f"reading {config.data}")
     source = open_source(config.data)
     goes_on = config.resume and config.workdir and saved_config(config.workdir)
     if config.init_from is not None and not goes_on:  # which no longer needs that folder

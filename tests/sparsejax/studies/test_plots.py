@@ -178,15 +178,16 @@ def test_speed_has_its_spread_and_says_how_many_layers_were_sparse(tmp_path):
     assert [bar.get_height() for bar in speed.patches] == [1.25, 1.25]
     assert [bar.get_height() for bar in energy.patches] == [0.9, 0.9]
     (bars,) = speed.collections
-    np.testing.assert_allclose(np.array(bars.get_segments())[..., 1], [[0.625, 2.5]] * 2)
-    assert [n.get_text() for n in notes(speed)] == ["1.25\n1/2 sparse"] * 2
+    np.testing.assert_allclose(np.array(bars.get_segments())[..., 1], [[5 / 16, 5.0]] * 2)
+    assert [n.get_text() for n in notes(speed)] == ["1.25\n1/2"] * 2
     assert [t.get_text() for t in speed.get_xticklabels()] == ["train x 32", "decode x 1"]
     assert [t.get_text() for t in speed.get_legend().get_texts()] == ["L1 1 (nnz 4)"]
 
 
 def test_picked_engines_stand_beside_those_that_choose(tmp_path):
     rows = []
-    for variant, modes in (("sparse_relu", ("train", "decode")), ("picked", ("train",))):
+    both = ("train", "decode")
+    for variant, modes in (("dense_relu", both), ("sparse_relu", both), ("picked", ("train",))):
         for mode in modes:
             row = ABOUT | {"variant": variant, "mode": mode, "sequences": 8, "ms": 8.0}
             row |= {"ms_min": 7.0, "ms_max": 9.0, "ratio_to_fastest_dense": 1.25}
@@ -198,6 +199,6 @@ def test_picked_engines_stand_beside_those_that_choose(tmp_path):
         assert [bar.get_hatch() for bar in axes.patches] == [None, None, "///"]
         assert len({to_hex(bar.get_facecolor()) for bar in axes.patches}) == 1
     ends = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in speed.patches)
-    np.testing.assert_allclose(np.ravel(ends), [-0.4, 0, 0, 0.4, 0.6, 1.0], atol=1e-12)
+    np.testing.assert_allclose(np.ravel(ends), [-0.4, 0, 0, 0.4, 0.8, 1.2], atol=1e-12)
     texts = [t.get_text() for t in speed.get_legend().get_texts()]
     assert texts == ["L1 1 (nnz 4)", "L1 1, engines picked (nnz 4)"]
