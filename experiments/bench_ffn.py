@@ -281,6 +281,8 @@ def main(flags: Flags) -> None:
         flags = with_smoke(flags, **SMOKE)
     elif flags.implementation == "triton":
         check_gpu("the sparse engine")
+    if flags.pattern != "real" and max(flags.nnz) > flags.d_ff:
+        raise ValueError(f"--nnz must be at most --d-ff {flags.d_ff}, got {max(flags.nnz):g}")
     interpreted = flags.smoke and jax.default_backend() != "gpu"
     with interpret() if interpreted else contextlib.nullcontext():
         rows = run(flags)

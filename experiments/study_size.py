@@ -165,6 +165,8 @@ def main(args: Args) -> int:
                 continue
             if budget.spent:
                 print("time is up; the same command goes on", flush=True)
+                if records.all(**_common(args)):
+                    report(records, args)
                 return 0
             found = records.add(key, measure(args, preset, mode))
             published = PUBLISHED[mode].get(preset)

@@ -178,7 +178,9 @@ def report(records: Records, args: Args) -> None:
     """The table and the picture."""
     rows = [
         {"checkpoint": f"L1 {r['key']['l1']:g}", **r["key"], **r, **row}
-        for r in records.all(**args.setting.key())
+        for r in records.all(
+            **args.setting.key(), multiple=args.multiple, decode_steps=args.decode_steps
+        )
         for row in r["rows"]
     ]
     hidden = ("rows", "key", "corpus", "compiled_bytes")

@@ -66,6 +66,12 @@ class MatmulTile:
     stages: int
     group: int
 
+    def __post_init__(self):
+        for name in ("rows", "columns", "depth", "warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"MatmulTile: {name} must be a power of two, got {value}")
+
     def shared_memory(self, itemsize: int) -> int:
         """Bytes asked for: operand tiles of every stage, or the result on its way out."""
         operands = self.stages * (self.rows + self.columns) * self.depth * itemsize

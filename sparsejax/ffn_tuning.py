@@ -105,6 +105,8 @@ class Case:
                 f"tokens must be more than {pallas_triton_decode.VECTOR_TOKENS}, got "
                 f"{self.tokens}: the kernel that decodes fewer has nothing to tune"
             )
+        if max(self.nnz) > self.d_ff:
+            raise ValueError(f"nnz must be at most F = {self.d_ff}, got {max(self.nnz):g}")
         if self.decodes:
             return DECODE
         training = self.mode == "train"

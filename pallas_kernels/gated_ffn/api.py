@@ -51,7 +51,8 @@ def gated_ffn(
     A NaN in x reaches y, and so does an infinity, as itself or NaN, through any neuron that fires.
     One that does not fire adds 0 in the sparse engine, whatever its weights and x are; a NaN or
     infinity there reaches y (as 0 times NaN) in the dense engine, and in the sparse one only where
-    a token, or a neuron that fires often, is computed densely.
+    a token, or a neuron that fires often, is computed densely, or where up to 64 tokens are decoded
+    together and one of them fires that neuron.
     Gradients reach x, gate, up, down and gate_bias from both y and l1 (reverse mode; d|h|/dh is
     sign(h), and 0 at 0). Matmul precision of float32 inputs follows `jax.default_matmul_precision`.
 

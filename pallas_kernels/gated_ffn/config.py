@@ -26,7 +26,7 @@ class FFNConfig:
       walk_warps: warps of one token's walk.
       tail_up, tail_down: tiles of the two dense matmuls.
       decode_neurons, decode_depth: neurons per program (at most 32) and depth step in decode, for
-        more than 4 tokens.
+        more than 4 tokens; powers of two.
       choice: "auto" decides on the device, from `choose_tokens` tokens on (a choice costs some
         17 us, under it the sparse path runs); "sparse"; "hot", sparse with a small dense layer of
         the neurons that fire most; "dense".
@@ -81,18 +81,22 @@ class FFNConfig:
             value = getattr(self, name)
             if value & (value - 1):
                 raise ValueError(f"FFNConfig: {name} must be a power of two, got {value}")
+        if self.decode_neurons > 32:  # a word has a bit for each
+            raise ValueError(
+                f"FFNConfig: decode_neurons must be at most 32, got {self.decode_neurons}"
+            )
 
 
 _KNOWN = {"choice": get_args(_Choice), "residuals": get_args(Residuals)}
 _POWERS = (
     *("list_chunk", "list_warps", "walk_warps", "grad_hidden_warps", "grad_warps"),
-    *("grad_columns", "grad_weights_warps"),
+    *("grad_columns", "grad_weights_warps", "decode_neurons", "decode_depth"),
 )
 _LEAST = {
     0: ("decode_tokens", "list_width", "choose_tokens", "hot_neurons"),
     1: (
         *_POWERS[1:],
-        *("decode_neurons", "decode_depth", "grad_hidden_unroll", "grad_unroll"),
+        *("grad_hidden_unroll", "grad_unroll"),
         *("grad_segment", "grad_unroll_weights", "grad_rows"),
     ),
     32: ("list_chunk",),

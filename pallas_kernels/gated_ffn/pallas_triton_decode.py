@@ -66,7 +66,8 @@ def _launch(tokens: int, width: int, config: FFNConfig) -> _Launch:
     # stages, 33.8 with 4 and 3. What 17 and more tokens get was not measured yet.
     if _is_vector(tokens, width):
         block = max(1, min(8, 16384 // pl.next_power_of_2(width)))
-        return _Launch(block, min(8, max(1, block * width // 4096)), 3, False, 32, 1)
+        warps = 1 << max(1, block * width // 4096).bit_length() - 1  # a power of two
+        return _Launch(block, min(8, warps), 3, False, 32, 1)
     if tokens <= 16:
         return _Launch(config.decode_neurons, 2, 4, False, 128, 1)
     return _Launch(config.decode_neurons, 4, 3, True, 128, 4)

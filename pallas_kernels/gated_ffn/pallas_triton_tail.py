@@ -68,8 +68,12 @@ def _for_each_tile(place, count, rows, column_tiles, group, tile):
 
 
 def _few_tile(tile: MatmulTile, columns: int) -> MatmulTile:
-    # Under 64 rows, so that a dot is no warp-group one: those went wrong with masked rows.
-    return dataclasses.replace(tile, rows=32, columns=columns, depth=256, group=1)
+    # Under 64 rows, so that a dot is no warp-group one: those went wrong with masked rows. No more
+    # shared memory than the large tile, which fits the device.
+    few = dataclasses.replace(tile, rows=32, columns=columns, depth=256, group=1)
+    while few.depth > 16 and few.shared_memory(2) > tile.shared_memory(2):
+        few = dataclasses.replace(few, depth=few.depth // 2)
+    return few
 
 
 def _by_number_of_rows(count, few, tile, few_columns, run):
@@ -101,7 +105,8 @@ def _up_kernel(count_ref, rows_ref, short_ref, x_ref, up_ref, u_ref, *, tile, fe
             rows = long_rows.row_at(counts, rows_ref, short_ref, slot, live, 0)
             lane = lax.broadcasted_iota(jnp.int32, (tile.columns,), 0)
             column = column_tile * tile.columns + lane
-            neuron = jnp.minimum(column, features - 1) if features % tile.columns else column
+            beyond = pl.cdiv(padded, tile.columns) * tile.columns > features
+            neuron = jnp.minimum(column, features - 1) if beyond else column
 
             def step(k, acc):
                 a, b = (

@@ -78,6 +78,12 @@ def test_decode(tokens):
     check(ffn_inputs(tokens, 2048, 5632, dtype=jnp.bfloat16, rate=0.05))
 
 
+@pytest.mark.parametrize("width", [768, 1536, 2560, 3072, 3584, 7168])
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_decode_of_every_width(width, tokens):
+    check(ffn_inputs(tokens, width, 1025, dtype=jnp.bfloat16, rate=0.05))
+
+
 @pytest.mark.parametrize("tokens", [3, 40, 200])
 def test_float32(tokens):
     with jax.default_matmul_precision("highest"):

@@ -1,11 +1,14 @@
 """Every kernel lowers for CUDA without a GPU; the engine asked for is the one in the program."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
 from pallas_kernels import FFNConfig, PackConfig, UnsupportedError, gated_ffn, pack_matmul
+from pallas_kernels.gated_ffn import pallas_triton_tail
 from pallas_kernels.testing import assert_kernels, lower_for_cuda
 from pallas_kernels.tuning import FLOAT32_TILE, HOPPER_TILE, MatmulTile, matmul_tile
 
@@ -35,6 +38,24 @@ def test_decode_lowers(tokens, dtype):
         lambda *a: gated_ffn(*a, implementation="triton"), *shapes(tokens, 2560, 777, dtype)
     )
     assert_kernels(text, *DECODE)
+
+
+@pytest.mark.parametrize("width", [768, 1536, 2560, 3072, 3584, 5120, 6144, 7168, 8192])
+def test_warps_of_decode_are_powers_of_two(width):
+    text = lower_for_cuda(
+        lambda *a: gated_ffn(*a, implementation="triton").y, *shapes(1, width, 512)
+    )
+    warps = [int(n) for n in re.findall(r"num_warps\W+=\W*(\d+)", text)]
+    assert len(warps) > 1 and all(n & (n - 1) == 0 for n in warps), warps
+
+
+def test_a_small_tile_asks_for_no_more_than_the_large_one():
+    for limit in (65_536, 101_376, 166_912, 232_448):
+        tile = HOPPER_TILE.fit(2, limit)
+        for columns in (32, 64):
+            few = pallas_triton_tail._few_tile(tile, columns)
+            assert few.shared_memory(2) <= tile.shared_memory(2) <= limit
+            assert few.depth == 256 or limit == 65_536
 
 
 def test_lists_of_no_width_lower():

@@ -1,5 +1,6 @@
 """Buckets and the table of measured launch settings; tiles are in test_lowering.py."""
 
+import dataclasses
 import re
 
 import jax.numpy as jnp
@@ -60,3 +61,22 @@ def test_measured_settings_come_before_the_rule():
             warps = getattr(other, name)
             assert 1 <= warps <= 16
             assert warps & (warps - 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decode_neurons": 64}, "decode_neurons must be at most 32, got 64"),
+        ({"decode_neurons": 24}, "decode_neurons must be a power of two, got 24"),
+        ({"decode_depth": 48}, "decode_depth must be a power of two, got 48"),
+    ],
+)
+def test_decode_settings_that_give_wrong_numbers(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config.FFNConfig(**changes)
+
+
+@pytest.mark.parametrize("side", ["rows", "columns", "depth", "warps"])
+def test_sides_of_a_tile_are_powers_of_two(side):
+    with pytest.raises(ValueError, match=f"MatmulTile: {side} must be a power of two, got 48"):
+        dataclasses.replace(tuning.HOPPER_TILE, **{side: 48})
