@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import json
 import statistics
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from pallas_kernels import UnsupportedError, gated_ffn, interpret
+from pallas_kernels import UnsupportedError, gated_ffn, interpret, tuning
 from sparsejax import ffn_benchmark as bench
+from sparsejax.studies import records
 from sparsejax.studies.flags import PICTURES, at_least, check_file, check_gpu, with_smoke
 
 SMOKE: dict[str, Any] = {"tokens": (96, 2), "d_model": 64, "d_ff": 128, "nnz": (4.0, 16.0)}
@@ -292,10 +292,8 @@ def main(flags: Flags) -> None:
 
 def run(flags: Flags) -> list[dict[str, Any]]:
     """Every combination's rows, printed and written as they come."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    sha = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    about = {"kernel": f"gated_ffn_{flags.mode}", "device": jax.devices()[0].device_kind}
-    about |= {"jax": jax.__version__, "git": sha, "pattern": flags.pattern, "dtype": flags.dtype}
+    about = records.about() | {"kernel": f"gated_ffn_{flags.mode}", "device": tuning.device_kind()}
+    about |= {"pattern": flags.pattern, "dtype": flags.dtype}
     about |= {"d_model": flags.d_model, "d_ff": flags.d_ff}
     real = bench_real_training if flags.mode == "train" else bench_real
     cases = real if flags.pattern == "real" else bench_op

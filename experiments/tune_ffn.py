@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import subprocess
 import textwrap
 import time
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ import tyro
 from pallas_kernels import UnsupportedError, interpret, tuning
 from pallas_kernels.gated_ffn import config as configs
 from sparsejax import ffn_tuning as lib
+from sparsejax.studies import records
 from sparsejax.studies.flags import at_least, check_file, check_gpu, with_smoke
 
 SMOKE: dict[str, Any] = {"d_model": 32, "d_ff": 128, "nnz": (4.0, 8.0), "repeats": 2, "calls": 1}
@@ -214,10 +214,8 @@ def main(flags: Flags) -> None:
         check_gpu("tuning")
     size = (flags.tokens, flags.d_model, flags.d_ff)
     case = lib.Case(flags.mode, *size, flags.dtype, flags.nnz, flags.pattern)
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    sha = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    about = {"kernel": f"gated_ffn_{flags.mode}", "device": jax.devices()[0].device_kind}
-    about |= {"jax": jax.__version__, "git": sha, "pattern": flags.pattern, "dtype": flags.dtype}
+    about = records.about() | {"kernel": f"gated_ffn_{flags.mode}", "device": tuning.device_kind()}
+    about |= {"pattern": flags.pattern, "dtype": flags.dtype}
     about |= {"tokens": flags.tokens, "d_model": flags.d_model, "d_ff": flags.d_ff}
     interpreted = flags.smoke and jax.default_backend() != "gpu"
     with interpret() if interpreted else contextlib.nullcontext():

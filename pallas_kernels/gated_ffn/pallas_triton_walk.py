@@ -108,9 +108,10 @@ def _lists_kernel(*refs, parts, width, biased, split_hot, few):
         def _defer():
             rows_ref[tl.next_slot(count_ref, token - token)] = token
 
-        @pl.when(jnp.logical_and(nnz > long_rows.SHORT, nnz <= limit))
-        def _maybe_defer():
-            if few:
+        if few:
+
+            @pl.when(jnp.logical_and(nnz > long_rows.SHORT, nnz <= limit))
+            def _maybe_defer():
                 slot = tl.next_slot(count_ref, token - token + 1)
 
                 @pl.when(slot < few)
